@@ -1,0 +1,367 @@
+/* dualkv: shared-prompt attention for RL post-training. C interface.
+ *
+ * A packed batch holds the rows (tokens) of a forest of segments in preorder: a segment's parent is its
+ * prefix, a root has none. A row sees its own segment up to itself and all of every ancestor, nothing else.
+ * The usual life of a batch:
+ *
+ *   dualkv_pack | dualkv_pack_padded      token ids -> packed batch with its forest, positions and targets
+ *   dualkv_plan_create                    forest -> tile schedules, once for all layers of a model
+ *   dualkv_attention_forward / _backward  in each layer
+ *   dualkv_linear_logprob_forward / ...   hidden states -> log-probabilities and entropies of the targets
+ *
+ * Conventions
+ *   - Every function that can fail returns a dualkv_status. On failure nothing has been computed and
+ *     dualkv_last_error() describes the fault, naming the argument and its value.
+ *   - A parameter struct starts with `size` and `version`; set them to sizeof(struct) and
+ *     DUALKV_ABI_VERSION. Zero every field that is not used.
+ *   - The library never prints, never aborts and keeps no state between calls except the message of the
+ *     last error of each thread. Objects are immutable once made: any number of threads may read one.
+ *   - Strides are counted in elements. The last dimension of every tensor has stride 1.
+ *   - Tensors are read and written in place; outputs must not overlap inputs.
+ */
+#ifndef DUALKV_DUALKV_H_
+#define DUALKV_DUALKV_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define DUALKV_VERSION "0.1.0"
+#define DUALKV_ABI_VERSION 1u
+
+#if defined(_WIN32)
+#define DUALKV_API __declspec(dllexport)
+#else
+#define DUALKV_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---------------------------------------------------------------------------------------------- status */
+
+typedef enum dualkv_status {
+  DUALKV_OK = 0,
+  DUALKV_INVALID_ARGUMENT = 1, /* the caller's mistake; the message names the argument and the values */
+  DUALKV_UNSUPPORTED = 2,      /* a valid request that this build or this device cannot serve */
+  DUALKV_OUT_OF_MEMORY = 3,    /* host memory */
+  DUALKV_INTERNAL = 4          /* a fault of the library */
+} dualkv_status;
+
+/* Message of the last failed call of the calling thread; "" if none failed. Valid until that thread's next
+ * failing call. */
+DUALKV_API const char* dualkv_last_error(void);
+
+/* Release of the library, as in DUALKV_VERSION. */
+DUALKV_API const char* dualkv_version(void);
+
+/* DUALKV_ABI_VERSION that the library was built with. */
+DUALKV_API uint32_t dualkv_abi_version(void);
+
+/* SIMD instruction set that the CPU backend uses on this machine, e.g. "AVX3". */
+DUALKV_API const char* dualkv_cpu_target(void);
+
+/* ---------------------------------------------------------------------------------------------- forest */
+
+typedef struct dualkv_forest dualkv_forest;
+
+/* One segment: the rows [begin, end). Its subtree is [begin, tree_end). */
+typedef struct dualkv_segment {
+  int32_t begin;
+  int32_t end;
+  int32_t tree_end;
+  int32_t position; /* position of row `begin`: the summed lengths of all ancestors */
+  int32_t parent;   /* index of the parent segment, -1 for a root */
+} dualkv_segment;
+
+typedef struct dualkv_forest_view {
+  uint32_t size;
+  uint32_t version;
+  int64_t num_segments;
+  int64_t total_tokens;
+  const dualkv_segment* segments; /* [num_segments], owned by the forest */
+} dualkv_forest_view;
+
+/* Builds a forest from segment lengths and parents in preorder. lengths [num_segments] >= 0; parents
+ * [num_segments] is -1 or an earlier segment that is still open, that is the previous segment or one of its
+ * ancestors. At most 2^30 rows and 2^30 segments in all. Segments may be empty, and so may the forest. */
+DUALKV_API dualkv_status dualkv_forest_create(int64_t num_segments, const int64_t* lengths,
+                                              const int64_t* parents, dualkv_forest** forest);
+
+/* Builds the forest of GRPO groups: for each group a root of prompt_lengths[g] rows with response_counts[g]
+ * leaves; response_lengths holds the leaves of all groups, one group after the other. */
+DUALKV_API dualkv_status dualkv_forest_create_from_groups(int64_t num_groups,
+                                                          const int64_t* prompt_lengths,
+                                                          const int64_t* response_counts,
+                                                          const int64_t* response_lengths,
+                                                          dualkv_forest** forest);
+
+DUALKV_API void dualkv_forest_destroy(dualkv_forest* forest);
+
+DUALKV_API dualkv_status dualkv_forest_get_view(const dualkv_forest* forest, dualkv_forest_view* view);
+
+/* Position of every row, for rotary embeddings: position_ids [total_tokens]. */
+DUALKV_API dualkv_status dualkv_forest_position_ids(const dualkv_forest* forest, int64_t* position_ids);
+
+/* Number of (row, key) pairs that see each other. window_left as in dualkv_plan_params. */
+DUALKV_API dualkv_status dualkv_forest_visible_pairs(const dualkv_forest* forest, int64_t window_left,
+                                                     int64_t* pairs);
+
+/* ------------------------------------------------------------------------------------------------ plan */
+
+typedef struct dualkv_plan dualkv_plan;
+
+#define DUALKV_NO_WINDOW ((int64_t)-1)
+
+typedef struct dualkv_plan_params {
+  uint32_t size;
+  uint32_t version;
+  const dualkv_forest* forest; /* read during the call only */
+  int64_t window_left;         /* earlier positions that a row sees besides itself, >= 0, or
+                                  DUALKV_NO_WINDOW. A model's window of w tokens is window_left = w - 1. */
+  const uint8_t* keys_only;    /* [num_segments] or NULL: nonzero for segments whose rows are keys and
+                                  values for others but are not queries themselves */
+  int32_t forward_query_tile;  /* rows of a tile, 1 to 65536; 0 chooses the CPU backend's */
+  int32_t forward_key_tile;
+  int32_t backward_query_tile;
+  int32_t backward_key_tile;
+} dualkv_plan_params;
+
+/* A tile of the schedule: rows [begin, end), and the runs that it visits. */
+typedef struct dualkv_tile {
+  int32_t begin;
+  int32_t end;
+  int32_t run_begin; /* index into runs */
+  int32_t run_end;
+} dualkv_tile;
+
+/* Consecutive tiles of the other side: [begin, end) cut every `key_tile` (forward) or `query_tile`
+ * (backward) rows from `begin` on; the last may be narrower. */
+typedef struct dualkv_run {
+  int32_t begin;
+  int32_t end;
+  int32_t segment; /* the segment that the keys belong to */
+  int32_t masked;  /* 0: each row sees each key, no mask is needed; 1: some pair is hidden */
+} dualkv_run;
+
+/* Forward: `tiles` are query tiles, runs are of keys, in the order in which a row walks them. Query tiles
+ * are cut every `query_tile` rows from the root of each tree on, and each stays within one tree.
+ * Backward: `tiles` are key tiles, runs are of query rows. Key tiles are cut every `key_tile` rows from the
+ * start of each segment on; query tiles as in the forward.
+ * Both are sorted for a machine that takes the tiles in order: heavy ones first. */
+typedef struct dualkv_schedule {
+  int32_t query_tile;
+  int32_t key_tile;
+  int64_t num_tiles;
+  int64_t num_runs;
+  const dualkv_tile* tiles; /* [num_tiles] */
+  const dualkv_run* runs;   /* [num_runs] */
+} dualkv_schedule;
+
+typedef struct dualkv_plan_view {
+  uint32_t size;
+  uint32_t version;
+  int64_t window_left;
+  int64_t num_segments;
+  int64_t total_tokens;
+  const dualkv_segment* segments; /* [num_segments] */
+  const int32_t* positions;       /* [total_tokens] */
+  dualkv_schedule forward;
+  dualkv_schedule backward;
+  /* Order in which the backward adds to dQ, for results that repeat: query tile n of backward run r is
+   * visited as the turns[turn_begin[r] + n]-th of all visits to that query tile, counted in schedule order. */
+  const int64_t* turn_begin; /* [backward.num_runs] */
+  const int32_t* turns;
+} dualkv_plan_view;
+
+DUALKV_API dualkv_status dualkv_plan_create(const dualkv_plan_params* params, dualkv_plan** plan);
+DUALKV_API void dualkv_plan_destroy(dualkv_plan* plan);
+/* The pointers in the view are owned by the plan. */
+DUALKV_API dualkv_status dualkv_plan_get_view(const dualkv_plan* plan, dualkv_plan_view* view);
+
+/* ------------------------------------------------------------------------------------------- attention */
+
+typedef enum dualkv_dtype {
+  DUALKV_FLOAT64 = 0,
+  DUALKV_FLOAT32 = 1,
+  DUALKV_BFLOAT16 = 2,
+  DUALKV_FLOAT16 = 3
+} dualkv_dtype;
+
+typedef enum dualkv_device { DUALKV_CPU = 0, DUALKV_CUDA = 1 } dualkv_device;
+
+/* A [rows, heads, head_dim] tensor: element (t, h, d) is at data[t * row_stride + h * head_stride + d]. */
+typedef struct dualkv_tensor {
+  void* data;
+  int64_t row_stride;
+  int64_t head_stride;
+} dualkv_tensor;
+
+/* "Accumulation type" below is double for DUALKV_FLOAT64 and float for every other dtype. */
+typedef struct dualkv_attention_params {
+  uint32_t size;
+  uint32_t version;
+  int32_t device;          /* dualkv_device */
+  int32_t dtype;           /* dualkv_dtype of q, k, v, out and their gradients */
+  int32_t num_threads;     /* CPU: threads to use; 0 takes one for each core */
+  int32_t num_heads;       /* H, a multiple of Hk */
+  int32_t num_kv_heads;    /* Hk */
+  int32_t head_dim;        /* D, 1 to 512 */
+  const dualkv_plan* plan; /* a forest of T rows */
+  int64_t query_rows;      /* rows of q, out and lse */
+  int64_t query_row_begin; /* row of the forest that is row 0 of q, out and lse; the rows before it must be
+                              of keys-only segments. Otherwise 0. query_row_begin + query_rows >= T */
+  int64_t key_rows;        /* rows of k and v, >= T */
+  double scale;            /* scores are scale * q.k, any finite value */
+  double softcap;          /* c > 0 makes scores c * tanh(score / c); 0 does not */
+  dualkv_tensor q;         /* [query_rows, H, D] */
+  dualkv_tensor k;         /* [key_rows, Hk, D] */
+  dualkv_tensor v;         /* [key_rows, Hk, D] */
+  const void* sinks;       /* [H] of the accumulation type, or NULL: one extra logit a head, with no value */
+  dualkv_tensor out;       /* [query_rows, H, D] */
+  void* lse;               /* [H, query_rows] of the accumulation type, contiguous: natural log of the sum of
+                              exp(score), the sink's included. Written by the forward (may be NULL there),
+                              read by the backward */
+} dualkv_attention_params;
+
+/* out and lse of every query row. Rows that are no queries (past the last segment, or of keys-only
+ * segments) get out = 0 and lse = -inf. A row's bits do not depend on the rest of the batch. */
+DUALKV_API dualkv_status dualkv_attention_forward(const dualkv_attention_params* params);
+
+typedef struct dualkv_attention_backward_params {
+  uint32_t size;
+  uint32_t version;
+  dualkv_attention_params forward; /* as in the forward call, its out and lse included */
+  dualkv_tensor dout;              /* [query_rows, H, D] */
+  const void* dlse;                /* [H, query_rows] of the accumulation type, contiguous, or NULL */
+  dualkv_tensor dq;                /* [query_rows, H, D] */
+  dualkv_tensor dk;                /* [key_rows, Hk, D] */
+  dualkv_tensor dv;                /* [key_rows, Hk, D] */
+  void* dsinks;                    /* [H] of the accumulation type; NULL if sinks is NULL */
+  void* workspace;                 /* workspace_bytes, aligned to 64 */
+  size_t workspace_bytes;
+} dualkv_attention_backward_params;
+
+/* Bytes of workspace that the backward needs. The pointers in `params` are not read. */
+DUALKV_API dualkv_status dualkv_attention_backward_workspace(
+    const dualkv_attention_backward_params* params, size_t* bytes);
+
+/* Gradients of q, k, v and sinks; rows that take no part get 0. The same bits for any number of threads. */
+DUALKV_API dualkv_status dualkv_attention_backward(const dualkv_attention_backward_params* params);
+
+/* ---------------------------------------------------------------------------------------------- packing */
+
+typedef struct dualkv_batch dualkv_batch;
+
+/* Groups of token lists. The tokens of all prompts follow each other in prompt_tokens, those of all
+ * responses in response_tokens, groups first. */
+typedef struct dualkv_pack_params {
+  uint32_t size;
+  uint32_t version;
+  int64_t num_groups;
+  const int64_t* prompt_lengths;   /* [num_groups] */
+  const int64_t* response_counts;  /* [num_groups] */
+  const int64_t* response_lengths; /* [sum of response_counts] */
+  const int64_t* prompt_tokens;    /* [sum of prompt_lengths] */
+  const int64_t* response_tokens;  /* [sum of response_lengths] */
+} dualkv_pack_params;
+
+/* A padded batch as trainers hold it: each row is a prompt and its response. Tokens with attention_mask 0 are
+ * padding and dropped, wherever they stand. */
+typedef struct dualkv_pack_padded_params {
+  uint32_t size;
+  uint32_t version;
+  int64_t num_rows;              /* B */
+  int64_t num_columns;           /* S */
+  int64_t response_columns;      /* R, 1 to S: columns of response_mask, the last R of input_ids */
+  const int64_t* input_ids;      /* [B, S] contiguous */
+  const uint8_t* attention_mask; /* [B, S] contiguous, 0 or 1 */
+  const uint8_t* response_mask;  /* [B, R] contiguous, 0 or 1: tokens that are scored */
+  const int64_t* group_ids;      /* [B]: rows with the same id share their prompt */
+} dualkv_pack_padded_params;
+
+typedef struct dualkv_batch_view {
+  uint32_t size;
+  uint32_t version;
+  int64_t num_groups;
+  int64_t num_responses;
+  int64_t num_tokens;              /* T */
+  int64_t num_targets;             /* M */
+  const dualkv_forest* forest;     /* owned by the batch */
+  const int64_t* input_ids;        /* [T] */
+  const int64_t* position_ids;     /* [T] */
+  const int64_t* target_rows;      /* [M] row whose hidden state predicts the target */
+  const int64_t* target_ids;       /* [M] the token predicted. Order: groups, responses, tokens */
+  const int64_t* response_counts;  /* [num_groups] */
+  const int64_t* target_begin;     /* [num_responses + 1] first target of each response */
+  const int64_t* source_rows;      /* [num_responses] row of the padded batch, or NULL */
+  const int64_t* source_positions; /* [M] index of the target in the flat response_mask, or NULL */
+} dualkv_batch_view;
+
+/* Every response token is a target; the prompt's last row predicts the first token of each response. A prompt
+ * without tokens is refused if one of its responses has tokens. */
+DUALKV_API dualkv_status dualkv_pack(const dualkv_pack_params* params, dualkv_batch** batch);
+
+/* Rows are grouped by id, in the order in which ids first appear. The prompts of a group are compared, and a
+ * row that differs is refused. If R < S the response starts at the first of the last R columns, else at the
+ * row's first column with response_mask 1; tokens of the response with response_mask 0 are context and
+ * no targets. */
+DUALKV_API dualkv_status dualkv_pack_padded(const dualkv_pack_padded_params* params,
+                                            dualkv_batch** batch);
+DUALKV_API void dualkv_batch_destroy(dualkv_batch* batch);
+DUALKV_API dualkv_status dualkv_batch_get_view(const dualkv_batch* batch, dualkv_batch_view* view);
+
+/* -------------------------------------------------------------------------------------- linear log-prob */
+
+#define DUALKV_IGNORE_TARGET ((int64_t)-100)
+
+/* logits = hidden[rows[m]] . weight^T + bias, softcapped, divided by the temperature; log-probability of
+ * targets[m] and entropy of the distribution, without holding all M x V logits. */
+typedef struct dualkv_linear_logprob_params {
+  uint32_t size;
+  uint32_t version;
+  int32_t device;      /* dualkv_device */
+  int32_t dtype;       /* dualkv_dtype of hidden, weight, bias and their gradients */
+  int32_t num_threads; /* CPU: threads to use; 0 takes one for each core */
+  int32_t reserved;
+  int64_t hidden_rows; /* T */
+  int64_t hidden_dim;  /* C */
+  int64_t vocab_size;  /* V */
+  int64_t num_targets; /* M */
+  const void* hidden;  /* [T, C] */
+  int64_t hidden_row_stride;
+  const void* weight; /* [V, C] */
+  int64_t weight_row_stride;
+  const void* bias;       /* [V] contiguous, or NULL */
+  const int64_t* rows;    /* [M], 0 to T - 1; rows may repeat */
+  const int64_t* targets; /* [M], 0 to V - 1, or DUALKV_IGNORE_TARGET: log-prob and entropy 0 */
+  double temperature;     /* finite, > 0 */
+  double softcap;         /* c > 0 makes logits c * tanh(logit / c); 0 does not */
+  void* logprob;          /* [M] of the accumulation type */
+  void* entropy;          /* [M] of the accumulation type, in nats */
+  void* lse;              /* [M] of the accumulation type: written by the forward (may be NULL there), read
+                             by the backward; 0 for ignored targets */
+} dualkv_linear_logprob_params;
+
+DUALKV_API dualkv_status dualkv_linear_logprob_forward(const dualkv_linear_logprob_params* params);
+
+typedef struct dualkv_linear_logprob_backward_params {
+  uint32_t size;
+  uint32_t version;
+  dualkv_linear_logprob_params forward; /* as in the forward call, entropy and lse included */
+  const void* dlogprob;                 /* [M] of the accumulation type, or NULL for zeros */
+  const void* dentropy;                 /* [M] of the accumulation type, or NULL for zeros */
+  void* dhidden;                        /* [T, C] contiguous, or NULL if not wanted */
+  void* dweight;                        /* [V, C] contiguous, or NULL if not wanted */
+  void* dbias;                          /* [V], or NULL if not wanted */
+} dualkv_linear_logprob_backward_params;
+
+/* Gradients; the same bits for any number of threads. */
+DUALKV_API dualkv_status
+dualkv_linear_logprob_backward(const dualkv_linear_logprob_backward_params* params);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* DUALKV_DUALKV_H_ */

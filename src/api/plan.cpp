@@ -1,0 +1,51 @@
+#include "core/plan.h"
+
+#include "api/guard.h"
+#include "api/objects.h"
+
+using dualkv::api::Guard;
+using dualkv::api::RequirePointer;
+using dualkv::api::RequireStruct;
+using dualkv::core::Require;
+
+namespace {
+
+int32_t TileSize(int32_t value, int32_t fallback, const char* name) {
+  Require(value >= 0 && value <= 65536, name, " must be 0 to 65536, got ", value);
+  return value > 0 ? value : fallback;
+}
+
+}  // namespace
+
+dualkv_status dualkv_plan_create(const dualkv_plan_params* params, dualkv_plan** plan) {
+  return Guard([&] {
+    RequireStruct(params, "params");
+    RequirePointer(params->forest, "params.forest");
+    RequirePointer(plan, "plan");
+    Require(params->window_left >= DUALKV_NO_WINDOW, "window_left must be >= 0 or DUALKV_NO_WINDOW, got ",
+            params->window_left);
+    const auto& forest = params->forest->forest;
+    using dualkv::core::kCpuTiles;
+    const dualkv::core::TileSizes forward = {
+        .query = TileSize(params->forward_query_tile, kCpuTiles.query, "forward_query_tile"),
+        .key = TileSize(params->forward_key_tile, kCpuTiles.key, "forward_key_tile")};
+    const dualkv::core::TileSizes backward = {
+        .query = TileSize(params->backward_query_tile, kCpuTiles.query, "backward_query_tile"),
+        .key = TileSize(params->backward_key_tile, kCpuTiles.key, "backward_key_tile")};
+    std::span<const uint8_t> keys_only;
+    if (params->keys_only != nullptr) {
+      keys_only = {params->keys_only, forest.segments().size()};
+    }
+    *plan = new dualkv_plan{{forest, params->window_left, keys_only, forward, backward}};
+  });
+}
+
+void dualkv_plan_destroy(dualkv_plan* plan) { delete plan; }
+
+dualkv_status dualkv_plan_get_view(const dualkv_plan* plan, dualkv_plan_view* view) {
+  return Guard([&] {
+    RequirePointer(plan, "plan");
+    RequireStruct(view, "view");
+    *view = plan->plan.View();
+  });
+}

@@ -1,0 +1,280 @@
+#include "core/plan.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "core/error.h"
+#include "core/visibility.h"
+
+namespace dualkv::core {
+namespace {
+
+constexpr size_t kMaxRuns = size_t{1} << 30;  // run indices are int32
+
+int32_t CeilDiv(int32_t a, int32_t b) { return (a + b - 1) / b; }
+
+// A query tile before it is scheduled: rows [begin, end), the first of which lies in segment `segment`.
+struct QueryTile {
+  int32_t begin;
+  int32_t end;
+  int32_t segment;
+};
+
+// Cuts the query rows into tiles: consecutive rows of one tree, from the first query row of the tree, or
+// after a gap of keys-only rows, on.
+std::vector<QueryTile> CutQueries(const Plan& plan, int32_t width) {
+  const auto segments = plan.forest.segments();
+  std::vector<QueryTile> tiles;
+  int32_t filled = width;  // rows of the last tile; full: the next row opens a new one
+  for (int32_t s = 0; s < static_cast<int32_t>(segments.size()); ++s) {
+    if (segments[s].parent < 0 || plan.keys_only[s]) {
+      filled = width;
+    }
+    if (plan.keys_only[s]) {
+      continue;
+    }
+    for (int32_t row = segments[s].begin; row < segments[s].end;) {
+      const int32_t rest = segments[s].end - row;
+      if (filled == width) {
+        filled = std::min(width, rest);
+        tiles.push_back({row, row + filled, s});
+        row += filled;
+      } else {
+        const int32_t add = std::min(width - filled, rest);
+        filled += add;
+        tiles.back().end += add;
+        row += add;
+      }
+    }
+  }
+  return tiles;
+}
+
+// The rows of a query tile that lie in the subtree of `segment`, with the range of their positions.
+struct RowsBelow {
+  int32_t begin;
+  int32_t end;
+  int32_t min_position;
+  int32_t max_position;
+};
+
+RowsBelow FindRowsBelow(const Plan& plan, const QueryTile& tile, const dualkv_segment& segment) {
+  RowsBelow rows{std::max(tile.begin, segment.begin), std::min(tile.end, segment.tree_end), 0, 0};
+  if (plan.window_left >= 0 && rows.begin < rows.end) {
+    const auto [low, high] =
+        std::minmax_element(plan.positions.begin() + rows.begin, plan.positions.begin() + rows.end);
+    rows.min_position = *low;
+    rows.max_position = *high;
+  }
+  return rows;
+}
+
+// Appends the runs of key tiles of segment `s` that the query tile visits: those with a visible pair.
+void AppendRuns(const Plan& plan, const QueryTile& tile, int32_t s, int32_t key_tile,
+                std::vector<dualkv_run>& runs) {
+  const dualkv_segment& segment = plan.forest.segments()[s];
+  const RowsBelow rows = FindRowsBelow(plan, tile, segment);
+  if (rows.begin >= rows.end) {
+    return;
+  }
+  // The keys that some row sees, and those that all rows of the tile see: intervals both.
+  const Interval some = {VisibleKeys(rows.begin, rows.min_position, segment, plan.window_left).begin,
+                         std::min(rows.end, segment.end)};
+  Interval all = {segment.begin, segment.begin};
+  if (rows.begin == tile.begin && rows.end == tile.end) {
+    all = {VisibleKeys(rows.begin, rows.max_position, segment, plan.window_left).begin,
+           std::min(rows.begin + 1, segment.end)};
+  }
+  if (some.begin >= some.end) {
+    return;
+  }
+  // In tiles of the segment: visited from `first` on, unmasked between `whole` and `ragged`.
+  const int32_t first = (some.begin - segment.begin) / key_tile;
+  const int32_t last = CeilDiv(some.end - segment.begin, key_tile);
+  const int32_t whole = std::clamp(CeilDiv(all.begin - segment.begin, key_tile), first, last);
+  const int32_t ragged =
+      std::clamp(all.end >= some.end ? last : (all.end - segment.begin) / key_tile, whole, last);
+
+  auto append = [&](int32_t from, int32_t to, bool masked) {
+    if (from < to) {
+      runs.push_back({.begin = segment.begin + from * key_tile,
+                      .end = std::min(segment.begin + to * key_tile, some.end),
+                      .segment = s,
+                      .masked = masked});
+    }
+  };
+  append(first, whole, true);
+  append(whole, ragged, false);
+  append(ragged, last, true);
+}
+
+// Sorts the tiles by their work, heaviest first; equal ones keep their order, so that tiles of one tree,
+// which share keys, stay together.
+void SortByWork(Schedule& schedule) {
+  auto work = [&](const dualkv_tile& tile) {
+    int64_t rows = 0;
+    for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
+      rows += schedule.runs[r].end - schedule.runs[r].begin;
+    }
+    return rows;
+  };
+  std::vector<std::pair<int64_t, dualkv_tile>> keyed;
+  keyed.reserve(schedule.tiles.size());
+  for (const dualkv_tile& tile : schedule.tiles) {
+    keyed.emplace_back(work(tile), tile);
+  }
+  std::stable_sort(keyed.begin(), keyed.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::transform(keyed.begin(), keyed.end(), schedule.tiles.begin(),
+                 [](const auto& entry) { return entry.second; });
+}
+
+// The tile matrix by rows: each query tile with its runs of keys. Neither tiles nor runs are sorted yet.
+Schedule ByQueries(const Plan& plan, std::span<const QueryTile> queries, TileSizes sizes) {
+  const auto segments = plan.forest.segments();
+  Schedule schedule{sizes, {}, {}};
+  schedule.tiles.reserve(queries.size());
+  std::vector<int32_t> path;
+  for (const QueryTile& tile : queries) {
+    const auto run_begin = static_cast<int32_t>(schedule.runs.size());
+    path.clear();
+    for (int32_t s = segments[tile.segment].parent; s >= 0; s = segments[s].parent) {
+      path.push_back(s);
+    }
+    std::for_each(path.rbegin(), path.rend(),
+                  [&](int32_t s) { AppendRuns(plan, tile, s, sizes.key, schedule.runs); });
+    for (size_t s = tile.segment; s < segments.size() && segments[s].begin < tile.end; ++s) {
+      AppendRuns(plan, tile, static_cast<int32_t>(s), sizes.key, schedule.runs);
+    }
+    Require(schedule.runs.size() <= kMaxRuns, "the forest is too deep: its plan would have more than ",
+            kMaxRuns, " runs of tiles");
+    schedule.tiles.push_back({tile.begin, tile.end, run_begin, static_cast<int32_t>(schedule.runs.size())});
+  }
+  return schedule;
+}
+
+// The same matrix by columns: each key tile with its runs of query rows. Key tiles that no row sees get no
+// runs, so that their gradients are still written.
+Schedule ByKeys(const Plan& plan, const Schedule& by_queries) {
+  const auto segments = plan.forest.segments();
+  const TileSizes sizes = by_queries.tile_sizes;
+
+  // first_tile[s]: index of the first key tile of segment s.
+  std::vector<int32_t> first_tile(segments.size() + 1, 0);
+  for (size_t s = 0; s < segments.size(); ++s) {
+    first_tile[s + 1] = first_tile[s] + CeilDiv(segments[s].end - segments[s].begin, sizes.key);
+  }
+
+  // Visits of each key tile in the order of the query tiles, by a counting sort.
+  struct Visit {
+    int32_t query;
+    int32_t masked;
+  };
+  auto for_each_visit = [&](auto&& visit) {
+    for (size_t q = 0; q < by_queries.tiles.size(); ++q) {
+      for (int32_t r = by_queries.tiles[q].run_begin; r < by_queries.tiles[q].run_end; ++r) {
+        const dualkv_run& run = by_queries.runs[r];
+        const int32_t origin = segments[run.segment].begin;
+        const int32_t base = first_tile[run.segment];
+        const int32_t last = base + CeilDiv(run.end - origin, sizes.key);
+        for (int32_t k = base + (run.begin - origin) / sizes.key; k < last; ++k) {
+          visit(k, Visit{static_cast<int32_t>(q), run.masked});
+        }
+      }
+    }
+  };
+  std::vector<int64_t> visit_begin(first_tile.back() + 1, 0);
+  for_each_visit([&](int32_t k, const Visit&) { ++visit_begin[k + 1]; });
+  std::partial_sum(visit_begin.begin(), visit_begin.end(), visit_begin.begin());
+  std::vector<Visit> visits(visit_begin.back());
+  std::vector<int64_t> next(visit_begin.begin(), visit_begin.end() - 1);
+  for_each_visit([&](int32_t k, const Visit& visit) { visits[next[k]++] = visit; });
+
+  Schedule schedule{sizes, {}, {}};
+  schedule.tiles.reserve(first_tile.back());
+  for (size_t s = 0; s < segments.size(); ++s) {
+    for (int32_t k = first_tile[s]; k < first_tile[s + 1]; ++k) {
+      const int32_t begin = segments[s].begin + (k - first_tile[s]) * sizes.key;
+      const auto run_begin = static_cast<int32_t>(schedule.runs.size());
+      for (int64_t n = visit_begin[k]; n < visit_begin[k + 1]; ++n) {
+        const dualkv_tile& query = by_queries.tiles[visits[n].query];
+        const int32_t masked = visits[n].masked;
+        // Continue the last run if this tile follows it on the same grid.
+        if (static_cast<int32_t>(schedule.runs.size()) > run_begin) {
+          dualkv_run& run = schedule.runs.back();
+          if (run.end == query.begin && run.masked == masked && (run.end - run.begin) % sizes.query == 0) {
+            run.end = query.end;
+            continue;
+          }
+        }
+        schedule.runs.push_back({query.begin, query.end, static_cast<int32_t>(s), masked});
+      }
+      schedule.tiles.push_back({begin, std::min(begin + sizes.key, segments[s].end), run_begin,
+                                static_cast<int32_t>(schedule.runs.size())});
+    }
+  }
+  return schedule;
+}
+
+}  // namespace
+
+dualkv_schedule Schedule::View() const {
+  return {.query_tile = tile_sizes.query,
+          .key_tile = tile_sizes.key,
+          .num_tiles = static_cast<int64_t>(tiles.size()),
+          .num_runs = static_cast<int64_t>(runs.size()),
+          .tiles = tiles.data(),
+          .runs = runs.data()};
+}
+
+Plan::Plan(const Forest& forest_, int64_t window_left_, std::span<const uint8_t> keys_only_,
+           TileSizes forward_tiles, TileSizes backward_tiles)
+    : forest(forest_),
+      window_left(window_left_),
+      keys_only(keys_only_.begin(), keys_only_.end()),
+      positions(forest_.total_tokens()) {
+  keys_only.resize(forest.segments().size(), 0);
+  forest.WritePositions(positions.data());
+
+  forward = ByQueries(*this, CutQueries(*this, forward_tiles.query), forward_tiles);
+  const std::vector<QueryTile> queries = CutQueries(*this, backward_tiles.query);
+  backward = ByKeys(*this, ByQueries(*this, queries, backward_tiles));
+  SortByWork(forward);
+  SortByWork(backward);
+
+  // Turns: how many visits of earlier tiles of the schedule each query tile has seen.
+  std::vector<int32_t> seen(queries.size(), 0);
+  auto tile_at = [&](int32_t row) {
+    return std::partition_point(queries.begin(), queries.end(),
+                                [row](const QueryTile& tile) { return tile.begin < row; }) -
+           queries.begin();
+  };
+  turn_begin.resize(backward.runs.size());
+  for (const dualkv_tile& tile : backward.tiles) {
+    for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
+      turn_begin[r] = static_cast<int64_t>(turns.size());
+      const int64_t first = tile_at(backward.runs[r].begin);
+      const int32_t count = CeilDiv(backward.runs[r].end - backward.runs[r].begin, backward.tile_sizes.query);
+      for (int32_t n = 0; n < count; ++n) {
+        turns.push_back(seen[first + n]++);
+      }
+    }
+  }
+}
+
+dualkv_plan_view Plan::View() const {
+  return {.size = sizeof(dualkv_plan_view),
+          .version = DUALKV_ABI_VERSION,
+          .window_left = window_left,
+          .num_segments = static_cast<int64_t>(forest.segments().size()),
+          .total_tokens = forest.total_tokens(),
+          .segments = forest.segments().data(),
+          .positions = positions.data(),
+          .forward = forward.View(),
+          .backward = backward.View(),
+          .turn_begin = turn_begin.data(),
+          .turns = turns.data()};
+}
+
+}  // namespace dualkv::core

@@ -1,0 +1,53 @@
+// The plan: a forest turned once into tile schedules that every layer's forward and backward follow.
+//
+// Query rows and keys are cut into tiles. Which tiles see each other is a block-sparse matrix: the forward
+// reads it by query tiles, the backward by key tiles. Neighbouring tiles of one kind (masked or not) are
+// stored as one run.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/forest.h"
+#include "dualkv/dualkv.h"
+
+namespace dualkv::core {
+
+struct TileSizes {
+  int32_t query;
+  int32_t key;
+};
+
+// Tiles of the CPU backend: a query tile of 64 rows is four AVX-512 registers of floats; a key tile's scores
+// and probabilities (2 x 128 x 64 floats) stay in a 1 MB second-level cache beside K and V of head dim 128.
+inline constexpr TileSizes kCpuTiles = {.query = 64, .key = 128};
+
+// See dualkv_schedule.
+struct Schedule {
+  TileSizes tile_sizes;
+  std::vector<dualkv_tile> tiles;
+  std::vector<dualkv_run> runs;
+
+  dualkv_schedule View() const;
+};
+
+// See dualkv_plan_view. Immutable.
+struct Plan {
+  // keys_only is empty or has a flag for each segment. window_left < 0: no window.
+  Plan(const Forest& forest, int64_t window_left, std::span<const uint8_t> keys_only, TileSizes forward_tiles,
+       TileSizes backward_tiles);
+
+  dualkv_plan_view View() const;
+
+  Forest forest;
+  int64_t window_left;
+  std::vector<uint8_t> keys_only;  // a flag for each segment
+  std::vector<int32_t> positions;  // of every row
+  Schedule forward;
+  Schedule backward;
+  std::vector<int64_t> turn_begin;
+  std::vector<int32_t> turns;
+};
+
+}  // namespace dualkv::core
