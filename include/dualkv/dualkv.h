@@ -168,9 +168,12 @@ typedef struct dualkv_plan_view {
   const int32_t* positions;       /* [total_tokens] */
   dualkv_schedule forward;
   dualkv_schedule backward;
-  /* Order in which the backward adds to dQ, for results that repeat: query tile n of backward run r is
-   * visited as the turns[turn_begin[r] + n]-th of all visits to that query tile, counted in schedule order. */
-  const int64_t* turn_begin; /* [backward.num_runs] */
+  /* Order in which the backward adds to dQ, for results that repeat. Query tiles of the backward are numbered by
+   * their rows; run r visits the tiles first_query_tile[r], first_query_tile[r] + 1, ..., and its visit to the n-th
+   * of them is the turns[turn_begin[r] + n]-th of all visits to that tile, counted from 0 in schedule order. */
+  int64_t num_query_tiles;
+  const int32_t* first_query_tile; /* [backward.num_runs] */
+  const int64_t* turn_begin;       /* [backward.num_runs] */
   const int32_t* turns;
 } dualkv_plan_view;
 
@@ -254,7 +257,8 @@ DUALKV_API dualkv_status dualkv_attention_backward(const dualkv_attention_backwa
 typedef struct dualkv_batch dualkv_batch;
 
 /* Groups of token lists. The tokens of all prompts follow each other in prompt_tokens, those of all
- * responses in response_tokens, groups first. */
+ * responses in response_tokens, group by group. Token ids are >= 0. At most 2^30 tokens, and 2^30 groups and
+ * responses, in all. Groups without responses and empty responses are kept. */
 typedef struct dualkv_pack_params {
   uint32_t size;
   uint32_t version;
@@ -267,16 +271,16 @@ typedef struct dualkv_pack_params {
 } dualkv_pack_params;
 
 /* A padded batch as trainers hold it: each row is a prompt and its response. Tokens with attention_mask 0 are
- * padding and dropped, wherever they stand. */
+ * padding: dropped wherever they stand, whatever their ids. */
 typedef struct dualkv_pack_padded_params {
   uint32_t size;
   uint32_t version;
-  int64_t num_rows;              /* B */
+  int64_t num_rows;              /* B, may be 0 */
   int64_t num_columns;           /* S */
-  int64_t response_columns;      /* R, 1 to S: columns of response_mask, the last R of input_ids */
+  int64_t response_columns;      /* R, 1 to S (0 to S if B is 0): response_mask is of the last R columns */
   const int64_t* input_ids;      /* [B, S] contiguous */
   const uint8_t* attention_mask; /* [B, S] contiguous, 0 or 1 */
-  const uint8_t* response_mask;  /* [B, R] contiguous, 0 or 1: tokens that are scored */
+  const uint8_t* response_mask;  /* [B, R] contiguous, 0 or 1: tokens that are scored; 0 on padding */
   const int64_t* group_ids;      /* [B]: rows with the same id share their prompt */
 } dualkv_pack_padded_params;
 
@@ -294,21 +298,24 @@ typedef struct dualkv_batch_view {
   const int64_t* target_ids;       /* [M] the token predicted. Order: groups, responses, tokens */
   const int64_t* response_counts;  /* [num_groups] */
   const int64_t* target_begin;     /* [num_responses + 1] first target of each response */
-  const int64_t* source_rows;      /* [num_responses] row of the padded batch, or NULL */
-  const int64_t* source_positions; /* [M] index of the target in the flat response_mask, or NULL */
+  const int64_t* source_rows;      /* [num_responses] row of the padded batch */
+  const int64_t* source_positions; /* [M] index of the target in the flat response_mask. Both: NULL if
+                                      the batch was made by dualkv_pack */
 } dualkv_batch_view;
 
 /* Every response token is a target; the prompt's last row predicts the first token of each response. A prompt
  * without tokens is refused if one of its responses has tokens. */
 DUALKV_API dualkv_status dualkv_pack(const dualkv_pack_params* params, dualkv_batch** batch);
 
-/* Rows are grouped by id, in the order in which ids first appear. The prompts of a group are compared, and a
- * row that differs is refused. If R < S the response starts at the first of the last R columns, else at the
- * row's first column with response_mask 1; tokens of the response with response_mask 0 are context and
- * no targets. */
+/* Rows are grouped by id, in the order in which ids first appear; a group's responses keep the order of their
+ * rows. The prompts of a group are compared, and a row that differs is refused. If R < S the response starts
+ * at the first of the last R columns, else at the row's first column with response_mask 1 (without one the
+ * whole row is prompt). Tokens of the response with response_mask 0 are context and no targets. */
 DUALKV_API dualkv_status dualkv_pack_padded(const dualkv_pack_padded_params* params,
                                             dualkv_batch** batch);
 DUALKV_API void dualkv_batch_destroy(dualkv_batch* batch);
+
+/* The pointers in the view are owned by the batch. */
 DUALKV_API dualkv_status dualkv_batch_get_view(const dualkv_batch* batch, dualkv_batch_view* view);
 
 /* -------------------------------------------------------------------------------------- linear log-prob */

@@ -244,20 +244,22 @@ Plan::Plan(const Forest& forest_, int64_t window_left_, std::span<const uint8_t>
   SortByWork(backward);
 
   // Turns: how many visits of earlier tiles of the schedule each query tile has seen.
-  std::vector<int32_t> seen(queries.size(), 0);
-  auto tile_at = [&](int32_t row) {
-    return std::partition_point(queries.begin(), queries.end(),
-                                [row](const QueryTile& tile) { return tile.begin < row; }) -
-           queries.begin();
-  };
+  std::vector<int32_t> visits(queries.size(), 0);
+  num_query_tiles = static_cast<int64_t>(queries.size());
+  first_query_tile.resize(backward.runs.size());
   turn_begin.resize(backward.runs.size());
   for (const dualkv_tile& tile : backward.tiles) {
     for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
+      const dualkv_run& run = backward.runs[r];
+      const auto first =
+          std::partition_point(queries.begin(), queries.end(),
+                               [&](const QueryTile& query) { return query.begin < run.begin; }) -
+          queries.begin();
+      const int64_t count = CeilDiv(run.end - run.begin, backward.tile_sizes.query);
+      first_query_tile[r] = static_cast<int32_t>(first);
       turn_begin[r] = static_cast<int64_t>(turns.size());
-      const int64_t first = tile_at(backward.runs[r].begin);
-      const int32_t count = CeilDiv(backward.runs[r].end - backward.runs[r].begin, backward.tile_sizes.query);
-      for (int32_t n = 0; n < count; ++n) {
-        turns.push_back(seen[first + n]++);
+      for (int64_t q = first; q < first + count; ++q) {
+        turns.push_back(visits[q]++);
       }
     }
   }
@@ -273,6 +275,8 @@ dualkv_plan_view Plan::View() const {
           .positions = positions.data(),
           .forward = forward.View(),
           .backward = backward.View(),
+          .num_query_tiles = num_query_tiles,
+          .first_query_tile = first_query_tile.data(),
           .turn_begin = turn_begin.data(),
           .turns = turns.data()};
 }

@@ -46,6 +46,8 @@ struct Plan {
   std::vector<int32_t> positions;  // of every row
   Schedule forward;
   Schedule backward;
+  int64_t num_query_tiles;  // of the backward
+  std::vector<int32_t> first_query_tile;
   std::vector<int64_t> turn_begin;
   std::vector<int32_t> turns;
 };

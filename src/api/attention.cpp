@@ -1,0 +1,116 @@
+// Validation of the attention calls, and dispatch to the device.
+#include "cpu/attention.h"
+
+#include <cmath>
+
+#include "api/guard.h"
+#include "api/objects.h"
+
+using dualkv::api::Guard;
+using dualkv::api::RequirePointer;
+using dualkv::api::RequireStruct;
+using dualkv::core::Concat;
+using dualkv::core::Plan;
+using dualkv::core::Require;
+using dualkv::core::Unsupported;
+
+namespace {
+
+constexpr int32_t kMaxHeadDim = 512;
+
+// Everything but the pointers to data.
+const Plan& CheckShapes(const dualkv_attention_params& params) {
+  RequirePointer(params.plan, "plan");
+  const Plan& plan = params.plan->plan;
+  Require(params.device == DUALKV_CPU || params.device == DUALKV_CUDA,
+          "device must be DUALKV_CPU (0) or DUALKV_CUDA (1), got ", params.device);
+  Require(params.dtype >= DUALKV_FLOAT64 && params.dtype <= DUALKV_FLOAT16,
+          "dtype must be a dualkv_dtype, 0 to 3, got ", params.dtype);
+  Require(params.num_threads >= 0, "num_threads must be >= 0, got ", params.num_threads);
+  Require(params.num_kv_heads >= 1, "num_kv_heads must be >= 1, got ", params.num_kv_heads);
+  Require(params.num_heads >= 1 && params.num_heads % params.num_kv_heads == 0,
+          "num_heads must be a multiple of num_kv_heads, got ", params.num_heads, " and ",
+          params.num_kv_heads);
+  Require(params.head_dim >= 1 && params.head_dim <= kMaxHeadDim, "head_dim must be 1 to ", kMaxHeadDim,
+          ", got ", params.head_dim);
+  Require(std::isfinite(params.scale), "scale must be finite, got ", params.scale);
+  Require(std::isfinite(params.softcap) && params.softcap >= 0, "softcap must be finite and >= 0, got ",
+          params.softcap);
+
+  const int64_t total = plan.forest.total_tokens();
+  const int64_t first = params.query_row_begin;
+  Require(params.key_rows >= total, "k and v must have at least the ", total, " rows of the forest, got ",
+          params.key_rows);
+  Require(first >= 0 && first <= total, "query_row_begin must be 0 to ", total, ", got ", first);
+  Require(params.query_rows >= total - first, "q must have at least the ", total - first,
+          " rows of the forest, got ", params.query_rows);
+  const auto segments = plan.forest.segments();
+  for (size_t s = 0; s < segments.size() && segments[s].begin < first; ++s) {
+    Require(plan.keys_only[s] || segments[s].begin == segments[s].end,
+            "query_row_begin must leave out keys-only rows alone, got ", first, ", past the first row ",
+            segments[s].begin, " of segment ", s);
+    Require(segments[s].end <= first || segments[s].begin == segments[s].end || plan.keys_only[s],
+            "query_row_begin must not cut a segment, got ", first, " within segment ", s);
+  }
+  if (params.device == DUALKV_CUDA) {
+    throw Unsupported("this build has no CUDA kernels: move the tensors to the CPU");
+  }
+  return plan;
+}
+
+void CheckTensor(const dualkv_tensor& tensor, int64_t rows, const char* name) {
+  Require(tensor.data != nullptr || rows == 0, name, ".data must not be NULL for ", rows, " rows");
+}
+
+const Plan& CheckForward(const dualkv_attention_params& params) {
+  const Plan& plan = CheckShapes(params);
+  CheckTensor(params.q, params.query_rows, "q");
+  CheckTensor(params.k, params.key_rows, "k");
+  CheckTensor(params.v, params.key_rows, "v");
+  CheckTensor(params.out, params.query_rows, "out");
+  return plan;
+}
+
+}  // namespace
+
+const char* dualkv_cpu_target(void) { return dualkv::cpu::TargetName(); }
+
+dualkv_status dualkv_attention_forward(const dualkv_attention_params* params) {
+  return Guard([&] {
+    RequireStruct(params, "params");
+    dualkv::cpu::AttentionForward(*params, CheckForward(*params));
+  });
+}
+
+dualkv_status dualkv_attention_backward_workspace(const dualkv_attention_backward_params* params,
+                                                  size_t* bytes) {
+  return Guard([&] {
+    RequireStruct(params, "params");
+    RequireStruct(&params->forward, "params.forward");
+    RequirePointer(bytes, "bytes");
+    *bytes = dualkv::cpu::AttentionBackwardWorkspace(*params, CheckShapes(params->forward));
+  });
+}
+
+dualkv_status dualkv_attention_backward(const dualkv_attention_backward_params* params) {
+  return Guard([&] {
+    RequireStruct(params, "params");
+    RequireStruct(&params->forward, "params.forward");
+    const dualkv_attention_params& forward = params->forward;
+    const Plan& plan = CheckForward(forward);
+    CheckTensor(params->dout, forward.query_rows, "dout");
+    CheckTensor(params->dq, forward.query_rows, "dq");
+    CheckTensor(params->dk, forward.key_rows, "dk");
+    CheckTensor(params->dv, forward.key_rows, "dv");
+    Require(forward.lse != nullptr || forward.query_rows == 0, "lse must not be NULL in the backward");
+    Require((params->dsinks != nullptr) == (forward.sinks != nullptr),
+            "dsinks must be given if and only if sinks is");
+    const size_t needed = dualkv::cpu::AttentionBackwardWorkspace(*params, plan);
+    Require(params->workspace_bytes >= needed, "workspace_bytes must be at least ", needed, ", got ",
+            params->workspace_bytes);
+    Require(needed == 0 ||
+                (params->workspace != nullptr && reinterpret_cast<uintptr_t>(params->workspace) % 64 == 0),
+            "workspace must be aligned to 64 bytes, got ", params->workspace);
+    dualkv::cpu::AttentionBackward(*params, plan);
+  });
+}
