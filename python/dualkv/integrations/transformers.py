@@ -1,0 +1,229 @@
+"""Packed batches for Hugging Face Transformers models (Transformers 4.54 or later).
+
+    model = use_packed_attention(AutoModelForCausalLM.from_pretrained(path))
+    batch = dualkv.pack(prompts, responses)
+    logprobs, entropies = packed_logprobs(model, batch)        # [M], [M], differentiable
+
+The forest of a batch travels with the forward call: ``packed_forward`` hands a ``PackedPass`` to the model as
+a keyword argument, and Transformers passes it down to the attention function. Nothing about a batch is kept in
+the module, so recomputation for gradient checkpointing, several threads and several batches in flight work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import AttentionInterface
+
+import dualkv
+
+ATTENTION_NAME = "dualkv"
+
+# Architectures whose packed results are compared with Transformers' own attention in the tests. Others are
+# refused: a layer that looks at tokens by a way of its own (a convolution, a recurrence, a cross attention, a
+# special position encoding) would be wrong without any error.
+SUPPORTED_MODEL_TYPES = ("llama", "qwen3")
+
+# Rotary embeddings whose frequencies depend on the longest sequence of the call: a sequence would get other
+# results when packed with a longer one.
+_LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
+
+
+class PackedPass:
+    """One forward pass over one packed batch: the forest for its attention layers, and which of them asked.
+
+    Args:
+        forest: ``dualkv.SegmentForest`` of the batch's rows.
+    """
+
+    def __init__(self, forest):
+        self.forest = forest
+        self._calls = Counter()  # attention module -> number of calls
+
+    def record(self, module: nn.Module) -> None:
+        """Notes that ``module`` computed its attention from this pass."""
+        self._calls[module] += 1
+
+    def check_every_layer(self, model: PreTrainedModel) -> None:
+        """Checks that each decoder layer came through ``dualkv.attention`` exactly once.
+
+        Raises:
+            RuntimeError: names the layers that did not, with their classes and numbers of calls.
+        """
+        decoder = _decoder(model)
+        names = {module: name for name, module in model.named_modules()}
+        faults = []
+        for layer in decoder.layers[: decoder.config.num_hidden_layers]:
+            calls = sum(self._calls[module] for module in layer.modules())
+            if calls != 1:
+                attention = getattr(layer, "self_attn", layer)
+                faults.append(f"{names[attention]} ({type(attention).__name__}): {calls} calls")
+        if faults:
+            raise RuntimeError(
+                "each decoder layer must compute its attention through dualkv.attention exactly once in a pass, "
+                "but these did not: " + "; ".join(faults)
+            )
+
+
+def use_packed_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Switches ``model`` to packed attention, in place, and returns it.
+
+    From then on the model runs packed batches only (``packed_forward``, ``packed_logprobs``); any other call of it
+    raises. ``model.set_attn_implementation("sdpa")`` switches back.
+
+    Raises:
+        ValueError: the model's type or its kind of rotary embedding is not supported.
+    """
+    _check_supported(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+def packed_forward(model: PreTrainedModel, batch) -> torch.Tensor:
+    """Last hidden states of a packed batch.
+
+    Args:
+        model: a model after ``use_packed_attention``, with or without its language-model head.
+        batch: result of ``dualkv.pack`` or ``dualkv.pack_padded`` with T rows.
+
+    Returns:
+        hidden states [T, C], after the final norm.
+
+    Raises:
+        ValueError: the model is not in packed attention, or asks for attention dropout; or the batch is empty.
+        RuntimeError: a decoder layer computed its attention by another way.
+    """
+    implementation = model.config._attn_implementation
+    if implementation != ATTENTION_NAME:
+        raise ValueError(
+            f"{type(model).__name__} uses the attention implementation {implementation!r}, not "
+            f"{ATTENTION_NAME!r}: call use_packed_attention(model) first"
+        )
+    _check_supported(model)
+    if batch.forest.total_tokens == 0:
+        raise ValueError("the packed batch has no tokens: a model needs at least one")
+    decoder = _decoder(model)
+    device = decoder.get_input_embeddings().weight.device
+    packed_pass = PackedPass(batch.forest)
+    output = decoder(
+        input_ids=batch.input_ids.to(device)[None],
+        position_ids=batch.position_ids.to(device)[None],
+        use_cache=False,
+        return_dict=True,
+        dualkv_pass=packed_pass,
+    )
+    packed_pass.check_every_layer(model)
+    return output.last_hidden_state[0]
+
+
+def packed_logprobs(model: PreTrainedModel, batch, temperature: float = 1.0):
+    """Log-probabilities of a packed batch's targets, and the entropies of their distributions.
+
+    Args:
+        model: a causal language model after ``use_packed_attention``.
+        batch: result of ``dualkv.pack`` or ``dualkv.pack_padded`` with M targets.
+        temperature: divides the logits, > 0.
+
+    Returns:
+        log-probabilities [M] and entropies [M], fp32 (fp64 for fp64 models), both differentiable, in the order of
+        ``batch.target_ids``; ``batch.unpack`` sorts them by group and response.
+
+    Raises:
+        ValueError: the model is not in packed attention, or its head is not a plain linear layer.
+        RuntimeError: a decoder layer computed its attention by another way.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            f"the head of {type(model).__name__} is {type(head).__name__}; packed_logprobs needs a torch.nn.Linear"
+        )
+    hidden = packed_forward(model, batch)
+    return dualkv.linear_logprob(
+        hidden,
+        head.weight,
+        batch.target_rows.to(hidden.device),
+        batch.target_ids.to(hidden.device),
+        temperature=temperature,
+        softcap=getattr(model.config, "final_logit_softcapping", None) or 0.0,
+        bias=head.bias,
+    )
+
+
+def _decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head; a base model of Transformers 4 has no ``get_decoder`` and is one already."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _check_supported(model: PreTrainedModel) -> None:
+    config = model.config
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise ValueError(
+            f"model type {config.model_type!r} ({type(model).__name__}) is not supported; supported are "
+            + ", ".join(SUPPORTED_MODEL_TYPES)
+        )
+    # `rope_parameters` since Transformers 5, `rope_scaling` before; very old checkpoints say `type`.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope_type = rope.get("rope_type", rope.get("type"))
+    if rope_type in _LENGTH_DEPENDENT_ROPE_TYPES:
+        raise ValueError(
+            f"rope type {rope_type!r} is not supported: its frequencies depend on the longest sequence of the batch"
+        )
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    dualkv_pass: PackedPass | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that Transformers calls in each layer.
+
+    query [1, H, T, D], key and value [1, Hk, T, D] -> output [1, T, H, D], and None for the weights.
+    """
+    layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    if dualkv_pass is None:
+        raise ValueError(
+            f"{layer} is in packed attention but was called without a packed batch: use packed_forward or "
+            'packed_logprobs, or switch back with model.set_attn_implementation("sdpa")'
+        )
+    if attention_mask is not None:
+        raise ValueError(f"{layer} got an attention mask: in a packed batch the forest says what a row sees")
+    if dropout > 0.0:
+        raise ValueError(f"{layer} asks for attention dropout {dropout}: packed attention has none")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(f"{layer} is not causal: packed attention is")
+    rows = dualkv_pass.forest.total_tokens
+    if query.shape[0] != 1 or query.shape[2] != rows or key.shape[2] != rows:
+        raise ValueError(
+            f"{layer} got queries {list(query.shape)} and keys {list(key.shape)} for a packed batch of {rows} rows"
+        )
+    dualkv_pass.record(module)
+    output = dualkv.attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        dualkv_pass.forest,
+        scale=scaling,
+        # A model's window of w tokens counts the token itself.
+        window_left=None if sliding_window is None else sliding_window - 1,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return output[None], None
+
+
+# No mask function is registered beside it: for an attention without one Transformers builds no mask at all, and so
+# does not inspect the positions, which would cost a host synchronisation on a GPU.
+AttentionInterface.register(ATTENTION_NAME, _packed_attention)
