@@ -1,0 +1,246 @@
+"""dualkv.attention: attention over a packed batch whose sequences share prefixes.
+
+`attention` checks its arguments and calls `attend`; that is the autograd function around the operators
+dualkv::attention_forward and dualkv::attention_backward, which call the C functions of the same names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import _abi
+from ._library import library
+from ._tensors import (
+    DTYPE_CODES,
+    accumulation_dtype,
+    address,
+    cast_for_autocast,
+    dense_last_dim,
+    no_cuda_kernels,
+    require_dimensions,
+    require_same_device,
+    require_same_dtype,
+    require_tensors,
+    rows_of_heads,
+)
+from .forest import SegmentForest, plan, window_argument
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    forest: SegmentForest,
+    *,
+    scale: float | None = None,
+    window_left: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+):
+    """Causal attention in which a row sees its own segment up to itself and all of its segment's ancestors.
+
+    A row's result does not depend on the rest of the batch: it has the same bits wherever its sequence is
+    packed, and alone.
+
+    Args:
+        q: queries [T, H, D]. T may exceed the forest's rows (padding): the rows past the last segment take no
+            part, their output and their gradients are 0. D is 1 to 512.
+        k: keys [T, Hk, D]; H is a multiple of Hk.
+        v: values [T, Hk, D]. q, k and v are float64, float32, bfloat16 or float16, all the same; under
+            torch.autocast they are cast to its type first. Any strides; a last dimension that is not dense is
+            copied.
+        forest: the segments of the batch.
+        scale: scores are scale * q.k, D ** -0.5 if None. May be 0 or negative.
+        window_left: how many earlier positions a row sees besides itself; None for all. A model's window of w
+            tokens, which counts the token itself, is window_left = w - 1.
+        softcap: c > 0 makes the scores c * tanh(score / c); 0 does not.
+        sinks: [H], any floating point type: one extra logit a head, which takes part in the softmax and has no
+            value.
+        deterministic: asks for gradients with the same bits in every run. The CPU's always have them.
+        return_lse: also return the log-sum-exp of each row's scores.
+
+    Returns:
+        out [T, H, D] in q's type; with return_lse, (out, lse): lse [H, T], the natural log of the sum of
+        exp(score), the sink's included, -inf for padding. It is float32, and float64 for float64 inputs: the
+        backward pass recovers the probabilities from it, and a float32 lse would cost float64 gradients half
+        of their digits. Both are differentiable, once.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit; the message names the argument and the values.
+        TypeError: q, k and v of different or unsupported types.
+        NotImplementedError: tensors on a device that this build has no kernels for.
+    """
+    require_tensors(q=q, k=k, v=v)
+    if not isinstance(forest, SegmentForest):
+        raise TypeError(f"forest must be a dualkv.SegmentForest, got {type(forest).__name__}")
+    out, lse = attend(
+        q,
+        k,
+        v,
+        forest.segments,
+        scale=scale,
+        window_left=window_left,
+        softcap=softcap,
+        sinks=sinks,
+        query_row_begin=0,
+        deterministic=deterministic,
+    )
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q, k, v, segments, *, scale, window_left, softcap, sinks, query_row_begin, deterministic
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attention`, with the queries of the forest's rows from `query_row_begin` on only. (out, lse)."""
+    q, k, v = cast_for_autocast(q, k, v)
+    require_same_dtype(q=q, k=k, v=v)
+    require_same_device(q=q, k=k, v=v, sinks=sinks)
+    _require_shapes(q, k, v, query_row_begin)
+    if sinks is not None:
+        if sinks.shape != q.shape[1:2]:
+            raise ValueError(f"sinks must be [H], [{q.shape[1]}], got shape {list(sinks.shape)}")
+        if not sinks.dtype.is_floating_point:
+            raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
+        sinks = sinks.to(accumulation_dtype(q.dtype))
+    if scale is None:
+        scale = q.shape[2] ** -0.5
+    options = (scale, window_argument(window_left), softcap, query_row_begin)
+    return _Attention.apply(q, k, v, sinks, segments, options, deterministic)
+
+
+def _require_shapes(q, k, v, query_row_begin) -> None:
+    require_dimensions(q, "q", "[T, H, D]")
+    require_dimensions(k, "k", "[T, Hk, D]")
+    require_dimensions(v, "v", "[T, Hk, D]")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q and k must have the same head dim, got {q.shape[2]} and {k.shape[2]}")
+    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"the heads of q must be a multiple of the heads of k and v, got {q.shape[1]} and {k.shape[1]}"
+        )
+    if query_row_begin == 0 and q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must have the same number of rows, got {q.shape[0]} and {k.shape[0]}")
+
+
+class _Attention(torch.autograd.Function):
+    """options: (scale, window_left, softcap, query_row_begin), as the operators take them."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, segments, options, deterministic):
+        out, lse = torch.ops.dualkv.attention_forward(q, k, v, sinks, segments, *options)
+        ctx.save_for_backward(q, k, v, sinks, segments, out, lse)
+        ctx.options = options
+        ctx.deterministic = deterministic
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, sinks, segments, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = out.new_zeros(()).expand(out.shape)
+        dq, dk, dv, dsinks = torch.ops.dualkv.attention_backward(
+            dout, dlse, q, k, v, sinks, segments, out, lse, *ctx.options, ctx.deterministic
+        )
+        return dq, dk, dv, None if sinks is None else dsinks, None, None, None
+
+
+_OPTIONS = "float scale, SymInt window_left, float softcap, SymInt query_row_begin"
+torch.library.define(
+    "dualkv::attention_forward",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor segments, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "dualkv::attention_backward",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor segments, Tensor out, "
+    f"Tensor lse, {_OPTIONS}, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.impl("dualkv::attention_forward", "cuda", no_cuda_kernels)
+torch.library.impl("dualkv::attention_backward", "cuda", no_cuda_kernels)
+
+
+@torch.library.register_fake("dualkv::attention_forward")
+def _new_results(q, k, v, sinks, segments, *options):
+    """out [T, H, D] and lse [H, T], not yet written."""
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.register_fake("dualkv::attention_backward")
+def _new_gradients(dout, dlse, q, k, v, sinks, segments, out, lse, *options):
+    """dq, dk, dv and dsinks, not yet written; dsinks is [0] without sinks, as no result of an operator is None."""
+    dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+@torch.library.impl("dualkv::attention_forward", "cpu")
+def _attention_forward(q, k, v, sinks, segments, *options):
+    out, lse = _new_results(q, k, v, sinks, segments)
+    call = _Call(q, k, v, sinks, segments, out, lse, *options)
+    library.dualkv_attention_forward(ctypes.byref(call.params))
+    return out, lse
+
+
+@torch.library.impl("dualkv::attention_backward", "cpu")
+def _attention_backward(dout, dlse, q, k, v, sinks, segments, out, lse, *options_and_deterministic):
+    *options, _ = options_and_deterministic  # the CPU's gradients have the same bits in every run
+    dq, dk, dv, dsinks = _new_gradients(dout, dlse, q, k, v, sinks, segments, out, lse)
+    dout = dense_last_dim(dout.to(q.dtype))
+    dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
+    call = _Call(q, k, v, sinks, segments, out, lse, *options)
+    params = _abi.dualkv_attention_backward_params(
+        forward=call.params,
+        dout=rows_of_heads(dout),
+        dlse=address(dlse),
+        dq=rows_of_heads(dq),
+        dk=rows_of_heads(dk),
+        dv=rows_of_heads(dv),
+        dsinks=None if sinks is None else address(dsinks),
+    )
+    workspace_bytes = ctypes.c_size_t()
+    library.dualkv_attention_backward_workspace(ctypes.byref(params), ctypes.byref(workspace_bytes))
+    # torch aligns every allocation to at least the 64 bytes that the library asks for.
+    workspace = torch.empty(workspace_bytes.value, dtype=torch.uint8)
+    params.workspace, params.workspace_bytes = address(workspace), workspace.numel()
+    library.dualkv_attention_backward(ctypes.byref(params))
+    return dq, dk, dv, dsinks
+
+
+class _Call:
+    """Parameters of a call to the C library, with what they point to kept alive."""
+
+    def __init__(self, q, k, v, sinks, segments, out, lse, scale, window_left, softcap, query_row_begin):
+        q, k, v, out = (dense_last_dim(x) for x in (q, k, v, out))
+        sinks = None if sinks is None else sinks.contiguous()
+        lse = lse.contiguous()
+        schedule = plan(segments, window_left, query_row_begin)
+        self._kept = q, k, v, out, sinks, lse, schedule
+        self.params = _abi.dualkv_attention_params(
+            device=_abi.CPU,
+            dtype=DTYPE_CODES[q.dtype],
+            num_threads=torch.get_num_threads(),
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[2],
+            plan=schedule.address,
+            query_rows=q.shape[0],
+            query_row_begin=query_row_begin,
+            key_rows=k.shape[0],
+            scale=scale,
+            softcap=softcap,
+            q=rows_of_heads(q),
+            k=rows_of_heads(k),
+            v=rows_of_heads(v),
+            sinks=address(sinks),
+            out=rows_of_heads(out),
+            lse=address(lse),
+        )

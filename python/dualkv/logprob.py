@@ -1,0 +1,208 @@
+"""dualkv.linear_logprob: log-probabilities of target tokens from hidden states, without holding the logits.
+
+`linear_logprob` checks its arguments and calls the autograd function around the operators
+dualkv::linear_logprob_forward and dualkv::linear_logprob_backward, which call the C functions of the same names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import _abi
+from ._library import library
+from ._tensors import (
+    DTYPE_CODES,
+    INTEGER_DTYPES,
+    accumulation_dtype,
+    address,
+    cast_for_autocast,
+    dense_last_dim,
+    no_cuda_kernels,
+    require_dimensions,
+    require_same_device,
+    require_same_dtype,
+    require_tensors,
+)
+
+
+def linear_logprob(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the targets, and entropies of the distributions that they are drawn from.
+
+    The logits of target m are hidden[rows[m]] @ weight.T + bias, softcapped, divided by the temperature. The
+    M x V logits are never held.
+
+    Args:
+        hidden: hidden states [T, C].
+        weight: weight of the language model's head [V, C]. hidden, weight and bias are float64, float32,
+            bfloat16 or float16, all the same; under torch.autocast they are cast to its type first.
+        rows: integers [M], row of `hidden` that predicts each target, 0 to T - 1. Rows may repeat: the
+            prompt's last row predicts the first token of each response.
+        targets: integers [M], 0 to V - 1, or -100: ignored, log-probability and entropy 0.
+        temperature: > 0. The sampling temperature; log-probability and entropy are of the tempered
+            distribution.
+        softcap: c > 0 makes the logits c * tanh(logit / c), before the temperature; 0 does not.
+        bias: [V], or None.
+
+    Returns:
+        logp [M] and entropy [M], in nats; float32, and float64 for float64 inputs. Both are differentiable,
+        once, with respect to hidden, weight and bias. Only the gradients that are needed are computed.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit; the message names the argument and the values.
+        TypeError: hidden, weight and bias of different or unsupported types, rows or targets no integers.
+        NotImplementedError: tensors on a device that this build has no kernels for.
+    """
+    require_tensors(hidden=hidden, weight=weight, rows=rows, targets=targets)
+    hidden, weight, bias = cast_for_autocast(hidden, weight, bias)
+    require_same_dtype(hidden=hidden, weight=weight, bias=bias)
+    require_same_device(hidden=hidden, weight=weight, bias=bias, rows=rows, targets=targets)
+    _require_shapes(hidden, weight, bias, rows, targets)
+    rows, targets = rows.to(torch.int64), targets.to(torch.int64)
+    return _LinearLogprob.apply(hidden, weight, bias, rows, targets, temperature, softcap)
+
+
+def _require_shapes(hidden, weight, bias, rows, targets) -> None:
+    require_dimensions(hidden, "hidden", "[T, C]")
+    require_dimensions(weight, "weight", "[V, C]")
+    if hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden and weight must have as many columns, got {hidden.shape[1]} and {weight.shape[1]}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [V], [{weight.shape[0]}], got shape {list(bias.shape)}")
+    for name, x in (("rows", rows), ("targets", targets)):
+        require_dimensions(x, name, "[M]")
+        if x.dtype not in INTEGER_DTYPES:
+            raise TypeError(f"{name} must be integers, got {x.dtype}")
+    if rows.shape != targets.shape:
+        raise ValueError(
+            f"rows and targets must have as many entries, got {rows.shape[0]} and {targets.shape[0]}"
+        )
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, rows, targets, temperature, softcap):
+        logprob, entropy, lse = torch.ops.dualkv.linear_logprob_forward(
+            hidden, weight, bias, rows, targets, temperature, softcap
+        )
+        ctx.save_for_backward(hidden, weight, bias, rows, targets, entropy, lse)
+        ctx.options = (temperature, softcap)
+        ctx.set_materialize_grads(False)
+        return logprob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlogprob, dentropy):
+        needed = ctx.needs_input_grad[:3]
+        gradients = torch.ops.dualkv.linear_logprob_backward(
+            dlogprob, dentropy, *ctx.saved_tensors, *ctx.options, *needed
+        )
+        gradients = [gradient if need else None for gradient, need in zip(gradients, needed)]
+        return (*gradients, None, None, None, None)
+
+
+_INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor rows, Tensor targets"
+torch.library.define(
+    "dualkv::linear_logprob_forward",
+    f"({_INPUTS}, float temperature, float softcap) -> (Tensor logprob, Tensor entropy, Tensor lse)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "dualkv::linear_logprob_backward",
+    f"(Tensor? dlogprob, Tensor? dentropy, {_INPUTS}, Tensor entropy, Tensor lse, float temperature, "
+    "float softcap, bool need_dhidden, bool need_dweight, bool need_dbias) "
+    "-> (Tensor dhidden, Tensor dweight, Tensor dbias)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.impl("dualkv::linear_logprob_forward", "cuda", no_cuda_kernels)
+torch.library.impl("dualkv::linear_logprob_backward", "cuda", no_cuda_kernels)
+
+
+@torch.library.register_fake("dualkv::linear_logprob_forward")
+def _new_results(hidden, weight, bias, rows, targets, temperature, softcap):
+    """logprob, entropy and lse, each [M], not yet written."""
+    dtype = accumulation_dtype(hidden.dtype)
+    return tuple(hidden.new_empty(rows.shape, dtype=dtype) for _ in range(3))
+
+
+@torch.library.register_fake("dualkv::linear_logprob_backward")
+def _new_gradients(
+    dlogprob, dentropy, hidden, weight, bias, rows, targets, entropy, lse, temperature, softcap, *needed
+):
+    """dhidden, dweight and dbias, not yet written; [0] if not needed, as no result of an operator is None."""
+    inputs = (hidden, weight, bias)
+    return tuple(hidden.new_empty(x.shape if need else 0) for x, need in zip(inputs, needed))
+
+
+@torch.library.impl("dualkv::linear_logprob_forward", "cpu")
+def _linear_logprob_forward(hidden, weight, bias, rows, targets, temperature, softcap):
+    logprob, entropy, lse = _new_results(hidden, weight, bias, rows, targets, temperature, softcap)
+    call = _Call(hidden, weight, bias, rows, targets, temperature, softcap, entropy, lse)
+    call.params.logprob = address(logprob)
+    library.dualkv_linear_logprob_forward(ctypes.byref(call.params))
+    return logprob, entropy, lse
+
+
+@torch.library.impl("dualkv::linear_logprob_backward", "cpu")
+def _linear_logprob_backward(
+    dlogprob, dentropy, hidden, weight, bias, rows, targets, entropy, lse, temperature, softcap, *needed
+):
+    gradients = _new_gradients(
+        dlogprob, dentropy, hidden, weight, bias, rows, targets, entropy, lse, temperature, softcap, *needed
+    )
+    call = _Call(hidden, weight, bias, rows, targets, temperature, softcap, entropy, lse)
+    dlogprob, dentropy = (None if x is None else x.to(lse.dtype).contiguous() for x in (dlogprob, dentropy))
+    dhidden, dweight, dbias = (address(x) if need else None for x, need in zip(gradients, needed))
+    params = _abi.dualkv_linear_logprob_backward_params(
+        forward=call.params,
+        dlogprob=address(dlogprob),
+        dentropy=address(dentropy),
+        dhidden=dhidden,
+        dweight=dweight,
+        dbias=dbias,
+    )
+    library.dualkv_linear_logprob_backward(ctypes.byref(params))
+    return gradients
+
+
+class _Call:
+    """Parameters of a call to the C library, with what they point to kept alive."""
+
+    def __init__(self, hidden, weight, bias, rows, targets, temperature, softcap, entropy, lse):
+        hidden, weight = dense_last_dim(hidden), dense_last_dim(weight)
+        bias = None if bias is None else bias.contiguous()
+        rows, targets, entropy, lse = (x.contiguous() for x in (rows, targets, entropy, lse))
+        self._kept = hidden, weight, bias, rows, targets, entropy, lse
+        self.params = _abi.dualkv_linear_logprob_params(
+            device=_abi.CPU,
+            dtype=DTYPE_CODES[hidden.dtype],
+            num_threads=torch.get_num_threads(),
+            hidden_rows=hidden.shape[0],
+            hidden_dim=hidden.shape[1],
+            vocab_size=weight.shape[0],
+            num_targets=rows.shape[0],
+            hidden=address(hidden),
+            hidden_row_stride=hidden.stride(0),
+            weight=address(weight),
+            weight_row_stride=weight.stride(0),
+            bias=address(bias),
+            rows=address(rows),
+            targets=address(targets),
+            temperature=temperature,
+            softcap=softcap,
+            entropy=address(entropy),
+            lse=address(lse),
+        )

@@ -1,0 +1,156 @@
+"""dualkv.flash_attn_dualkv_varlen_func: attention over one group with the prompt's keys and values apart."""
+
+from __future__ import annotations
+
+import torch
+
+from ._tensors import (
+    int64_vector,
+    require_dimensions,
+    require_same_device,
+    require_same_dtype,
+    require_tensors,
+)
+from .attention import attend
+from .forest import SegmentForest
+
+
+def flash_attn_dualkv_varlen_func(
+    q: torch.Tensor,
+    k_context: torch.Tensor,
+    v_context: torch.Tensor,
+    k_decoded: torch.Tensor,
+    v_decoded: torch.Tensor,
+    cu_seqlens_q,
+    cu_seqlens_k_decoded,
+    max_seqlen_q: int,
+    context_seqlen: int,
+    max_seqlen_k_decoded: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+) -> torch.Tensor:
+    """Attention of N responses to one prompt, with the keys and values of the prompt and of the responses in
+    tensors of their own.
+
+    Each sequence's keys are the prompt's and its own; its queries are aligned to the end of its keys. Two
+    geometries are served:
+
+    - q holds the rows of the responses: cu_seqlens_q equals cu_seqlens_k_decoded.
+    - q holds the rows of the prompt, then those of the responses: the first sequence's queries are the
+      prompt's and its own, cu_seqlens_q is [0, P + R0, P + R0 + R1, ...].
+
+    New code should use `dualkv.attention`, which takes any number of groups at once and copies no keys.
+
+    Args:
+        q: queries [Tq, H, D]; rows past the last sequence get output and gradient 0.
+        k_context: keys of the prompt [P, Hk, D].
+        v_context: values of the prompt [P, Hk, D].
+        k_decoded: keys of the responses [Tk, Hk, D]; rows past the last sequence take no part.
+        v_decoded: values of the responses [Tk, Hk, D].
+        cu_seqlens_q: [N + 1], offsets of the sequences' rows in q, from 0 on: a tensor of any integer type
+            (read on the host, so one on a GPU is waited for), an array or a list.
+        cu_seqlens_k_decoded: [N + 1], offsets of the responses' rows in k_decoded and v_decoded.
+        max_seqlen_q: no less than the longest sequence of q.
+        context_seqlen: P.
+        max_seqlen_k_decoded: no less than the longest response.
+        softmax_scale: scores are softmax_scale * q.k, D ** -0.5 if None.
+        causal: must be True.
+
+    Returns:
+        out [Tq, H, D], differentiable with respect to all five tensors.
+
+    Raises:
+        ValueError: any other geometry, or lengths that contradict each other or the tensors; the message names
+            the argument and the values.
+        TypeError: tensors of different or unsupported types, offsets no integers.
+    """
+    if not causal:
+        raise ValueError("causal must be True: attention over shared prefixes is causal, got False")
+    tensors = {
+        "q": q,
+        "k_context": k_context,
+        "v_context": v_context,
+        "k_decoded": k_decoded,
+        "v_decoded": v_decoded,
+    }
+    require_tensors(**tensors)
+    require_same_dtype(**tensors)
+    require_same_device(**tensors)
+    _require_shapes(**tensors, context_seqlen=context_seqlen)
+    query_lengths = _lengths(cu_seqlens_q, "cu_seqlens_q", q, "q", max_seqlen_q, "max_seqlen_q")
+    key_lengths = _lengths(
+        cu_seqlens_k_decoded,
+        "cu_seqlens_k_decoded",
+        k_decoded,
+        "k_decoded",
+        max_seqlen_k_decoded,
+        "max_seqlen_k_decoded",
+    )
+    forest = SegmentForest.from_groups([context_seqlen], [key_lengths])
+    out, _ = attend(
+        q,
+        torch.cat([k_context, k_decoded]),
+        torch.cat([v_context, v_decoded]),
+        forest.segments,
+        scale=softmax_scale,
+        window_left=None,
+        softcap=0.0,
+        sinks=None,
+        query_row_begin=_query_row_begin(query_lengths, key_lengths, context_seqlen),
+        deterministic=False,
+    )
+    return out
+
+
+def _query_row_begin(query_lengths: list[int], key_lengths: list[int], context_seqlen: int) -> int:
+    """Row of the packed batch [prompt, responses] that is the first row of q."""
+    if query_lengths == key_lengths:
+        return context_seqlen
+    if key_lengths and query_lengths == [context_seqlen + key_lengths[0], *key_lengths[1:]]:
+        return 0
+    raise ValueError(
+        "cu_seqlens_q and cu_seqlens_k_decoded must describe sequences of the same lengths (q holds the "
+        "responses' rows), or the first sequence of q must be longer by context_seqlen (q holds the prompt's "
+        f"rows too); got lengths {query_lengths} and {key_lengths} with context_seqlen {context_seqlen}"
+    )
+
+
+def _require_shapes(q, k_context, v_context, k_decoded, v_decoded, context_seqlen) -> None:
+    require_dimensions(q, "q", "[Tq, H, D]")
+    for name, x in (("k_context", k_context), ("v_context", v_context)):
+        require_dimensions(x, name, "[P, Hk, D]")
+        if x.shape[0] != context_seqlen:
+            raise ValueError(
+                f"context_seqlen must be the rows of {name}, got {context_seqlen} and {x.shape[0]}"
+            )
+    for name, x in (("k_decoded", k_decoded), ("v_decoded", v_decoded)):
+        require_dimensions(x, name, "[Tk, Hk, D]")
+        if x.shape[1:] != k_context.shape[1:]:
+            raise ValueError(
+                f"k_context and {name} must have the same heads and head dim, "
+                f"got {list(k_context.shape[1:])} and {list(x.shape[1:])}"
+            )
+    if k_decoded.shape != v_decoded.shape:
+        raise ValueError(
+            f"k_decoded and v_decoded must have the same shape, got {list(k_decoded.shape)} and "
+            f"{list(v_decoded.shape)}"
+        )
+
+
+def _lengths(cu_seqlens, name: str, rows, rows_name: str, max_seqlen: int, max_name: str) -> list[int]:
+    """Lengths of the sequences between consecutive offsets."""
+    offsets = int64_vector(cu_seqlens, name)
+    if len(offsets) == 0 or offsets[0] != 0:
+        raise ValueError(f"{name} must start with 0, got {offsets.tolist()}")
+    lengths = offsets.diff().tolist()
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"{name} must not decrease, got {offsets.tolist()}")
+    if offsets[-1] > rows.shape[0]:
+        raise ValueError(
+            f"{name} must end within the rows of {rows_name}, got {offsets[-1]} and {rows.shape[0]}"
+        )
+    if max(lengths, default=0) > max_seqlen:
+        raise ValueError(
+            f"{max_name} must be at least the longest sequence of {name}, got {max_seqlen} and {max(lengths)}"
+        )
+    return lengths
