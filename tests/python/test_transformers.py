@@ -1,18 +1,17 @@
-"""Packed Transformers models against the same weights run with stock eager attention, one sequence at a time."""
+"""Packed Transformers models against the same weights run with eager attention, one sequence at a time."""
 
 from __future__ import annotations
 
 import copy
 import threading
 
+import dualkv
 import pytest
 import torch
 
-import dualkv
-
 transformers = pytest.importorskip("transformers")
 
-from dualkv.integrations.transformers import (  # noqa: E402
+from dualkv.integrations.transformers import (
     packed_forward,
     packed_logprobs,
     use_packed_attention,
@@ -102,7 +101,10 @@ VARIANTS = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     # Layer 0 sees all, layers 1 and 2 a window that ends inside prompts and responses.
-    "qwen3-window": ("qwen3", {"layers": 3, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3-window": (
+        "qwen3",
+        {"layers": 3, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
 }
 
 
@@ -127,7 +129,9 @@ def test_temperature_divides_logits():
     with torch.no_grad():
         hot.lm_head.weight /= 0.7
         expected = eager_logprobs(hot, prompts, responses)
-        actual = packed_logprobs(use_packed_attention(model), dualkv.pack(prompts, responses), temperature=0.7)
+        actual = packed_logprobs(
+            use_packed_attention(model), dualkv.pack(prompts, responses), temperature=0.7
+        )
     torch.testing.assert_close(actual[0], expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(actual[1], expected[1], atol=1e-5, rtol=1e-5)
 
@@ -245,7 +249,9 @@ class OtherAttention(torch.nn.Module):
 def test_layer_with_another_attention_is_named():
     model = use_packed_attention(make_model("qwen3"))
     model.model.layers[1].self_attn = OtherAttention()
-    with pytest.raises(RuntimeError, match=r"model\.layers\.1\.self_attn \(OtherAttention\): 0 calls") as error:
+    with pytest.raises(
+        RuntimeError, match=r"model\.layers\.1\.self_attn \(OtherAttention\): 0 calls"
+    ) as error:
         packed_forward(model, dualkv.pack(*make_groups()))
     assert "layers.0" not in str(error.value)
 
@@ -266,7 +272,9 @@ def test_layer_that_attends_twice_is_named():
 
 def test_unsupported_model_type_is_refused_with_the_list():
     config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2)
-    with pytest.raises(ValueError, match=r"'gpt2' \(GPT2LMHeadModel\) is not supported; supported are llama, qwen3"):
+    with pytest.raises(
+        ValueError, match=r"'gpt2' \(GPT2LMHeadModel\) is not supported; supported are llama, qwen3"
+    ):
         use_packed_attention(transformers.GPT2LMHeadModel(config))
 
 

@@ -1,12 +1,12 @@
-"""Packed batches for Hugging Face Transformers models (Transformers 4.54 or later).
+"""Packed batches for Hugging Face Transformers models (Transformers 4.56 or later).
 
     model = use_packed_attention(AutoModelForCausalLM.from_pretrained(path))
     batch = dualkv.pack(prompts, responses)
     logprobs, entropies = packed_logprobs(model, batch)        # [M], [M], differentiable
 
-The forest of a batch travels with the forward call: ``packed_forward`` hands a ``PackedPass`` to the model as
-a keyword argument, and Transformers passes it down to the attention function. Nothing about a batch is kept in
-the module, so recomputation for gradient checkpointing, several threads and several batches in flight work.
+The forest of a batch travels with the forward call: ``packed_forward`` hands a ``PackedPass`` to the model
+as a keyword argument, and Transformers passes it down to the attention function. Nothing about a batch is kept
+in this module, so recomputation for gradient checkpointing, several threads and several batches in flight work.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class PackedPass:
                 faults.append(f"{names[attention]} ({type(attention).__name__}): {calls} calls")
         if faults:
             raise RuntimeError(
-                "each decoder layer must compute its attention through dualkv.attention exactly once in a pass, "
-                "but these did not: " + "; ".join(faults)
+                "each decoder layer must compute its attention through dualkv.attention exactly once in a "
+                "pass, but these did not: " + "; ".join(faults)
             )
 
 
 def use_packed_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Switches ``model`` to packed attention, in place, and returns it.
 
-    From then on the model runs packed batches only (``packed_forward``, ``packed_logprobs``); any other call of it
-    raises. ``model.set_attn_implementation("sdpa")`` switches back.
+    From then on the model runs packed batches only (``packed_forward``, ``packed_logprobs``); any other call
+    of it raises. ``model.set_attn_implementation("sdpa")`` switches back.
 
     Raises:
         ValueError: the model's type or its kind of rotary embedding is not supported.
@@ -93,7 +93,7 @@ def packed_forward(model: PreTrainedModel, batch) -> torch.Tensor:
         hidden states [T, C], after the final norm.
 
     Raises:
-        ValueError: the model is not in packed attention, or asks for attention dropout; or the batch is empty.
+        ValueError: the model is not in packed attention or asks for attention dropout, or the batch is empty.
         RuntimeError: a decoder layer computed its attention by another way.
     """
     implementation = model.config._attn_implementation
@@ -128,8 +128,8 @@ def packed_logprobs(model: PreTrainedModel, batch, temperature: float = 1.0):
         temperature: divides the logits, > 0.
 
     Returns:
-        log-probabilities [M] and entropies [M], fp32 (fp64 for fp64 models), both differentiable, in the order of
-        ``batch.target_ids``; ``batch.unpack`` sorts them by group and response.
+        log-probabilities [M] and entropies [M], fp32 (fp64 for fp64 models), both differentiable, in the order
+        of ``batch.target_ids``; ``batch.unpack`` sorts them by group and response.
 
     Raises:
         ValueError: the model is not in packed attention, or its head is not a plain linear layer.
@@ -138,7 +138,7 @@ def packed_logprobs(model: PreTrainedModel, batch, temperature: float = 1.0):
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ValueError(
-            f"the head of {type(model).__name__} is {type(head).__name__}; packed_logprobs needs a torch.nn.Linear"
+            f"the head of {type(model).__name__} is {type(head).__name__}, packed_logprobs needs torch.nn.Linear"
         )
     hidden = packed_forward(model, batch)
     return dualkv.linear_logprob(
@@ -153,7 +153,7 @@ def packed_logprobs(model: PreTrainedModel, batch, temperature: float = 1.0):
 
 
 def _decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head; a base model of Transformers 4 has no ``get_decoder`` and is one already."""
+    """The model without its head. A base model of Transformers 4 has no ``get_decoder``: it is the decoder."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
@@ -169,7 +169,7 @@ def _check_supported(model: PreTrainedModel) -> None:
     rope_type = rope.get("rope_type", rope.get("type"))
     if rope_type in _LENGTH_DEPENDENT_ROPE_TYPES:
         raise ValueError(
-            f"rope type {rope_type!r} is not supported: its frequencies depend on the longest sequence of the batch"
+            f"rope type {rope_type!r} is not supported: its frequencies depend on the batch's longest sequence"
         )
 
 
@@ -207,7 +207,7 @@ def _packed_attention(
     rows = dualkv_pass.forest.total_tokens
     if query.shape[0] != 1 or query.shape[2] != rows or key.shape[2] != rows:
         raise ValueError(
-            f"{layer} got queries {list(query.shape)} and keys {list(key.shape)} for a packed batch of {rows} rows"
+            f"{layer} got queries {list(query.shape)} and keys {list(key.shape)} for a batch of {rows} rows"
         )
     dualkv_pass.record(module)
     output = dualkv.attention(
@@ -224,6 +224,6 @@ def _packed_attention(
     return output[None], None
 
 
-# No mask function is registered beside it: for an attention without one Transformers builds no mask at all, and so
+# No mask function is registered beside it: for an attention without one Transformers builds no mask at all, and
 # does not inspect the positions, which would cost a host synchronisation on a GPU.
 AttentionInterface.register(ATTENTION_NAME, _packed_attention)
