@@ -175,11 +175,13 @@ Schedule ByKeys(const Plan& plan, const Schedule& by_queries) {
     for (size_t q = 0; q < by_queries.tiles.size(); ++q) {
       for (int32_t r = by_queries.tiles[q].run_begin; r < by_queries.tiles[q].run_end; ++r) {
         const dualkv_run& run = by_queries.runs[r];
-        const int32_t origin = segments[run.segment].begin;
+        const dualkv_segment& segment = segments[run.segment];
         const int32_t base = first_tile[run.segment];
-        const int32_t last = base + CeilDiv(run.end - origin, sizes.key);
-        for (int32_t k = base + (run.begin - origin) / sizes.key; k < last; ++k) {
-          visit(k, Visit{static_cast<int32_t>(q), run.masked});
+        const int32_t last = base + CeilDiv(run.end - segment.begin, sizes.key);
+        for (int32_t k = base + (run.begin - segment.begin) / sizes.key; k < last; ++k) {
+          // A run ends with the last key that some row sees: the rest of its last tile is hidden from all.
+          const int32_t tile_end = std::min(segment.begin + (k - base + 1) * sizes.key, segment.end);
+          visit(k, Visit{static_cast<int32_t>(q), run.masked || run.end < tile_end});
         }
       }
     }

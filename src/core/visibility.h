@@ -47,17 +47,4 @@ DUALKV_HOST_DEVICE Interval VisibleKeys(int32_t row, int32_t position, const dua
   return {static_cast<int32_t>(begin < end ? begin : end), end};
 }
 
-// The rows of `rows`, a segment in the subtree of `segment`, that see key `key` of `segment`.
-DUALKV_HOST_DEVICE Interval VisibleRows(int32_t key, const dualkv_segment& segment,
-                                        const dualkv_segment& rows, int64_t window_left) {
-  const int32_t begin = key > rows.begin ? key : rows.begin;
-  int64_t end = rows.end;
-  if (window_left >= 0) {
-    const int64_t key_position = segment.position + (key - segment.begin);
-    const int64_t past = rows.begin + (key_position + window_left + 1 - rows.position);
-    end = past < end ? past : end;
-  }
-  return {begin, static_cast<int32_t>(end > begin ? end : begin)};
-}
-
 }  // namespace dualkv::core

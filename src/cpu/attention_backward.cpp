@@ -148,13 +148,7 @@ class Backward {
       for (int64_t row = begin; row < end; ++row) {
         const Element* out = RowsOfHead<Element>(forward_.out, row, head).data;
         const Element* dout = RowsOfHead<Element>(params_.dout, row, head).data;
-        T sum = 0;
-        for (int64_t d = 0; d < dim_; ++d) {
-          T a, b;
-          Convert(out[d], a);
-          Convert(dout[d], b);
-          sum += a * b;
-        }
+        T sum = Dot(out, dout);
         if (dlse != nullptr) {
           sum -= dlse[head * forward_.query_rows + row];
         }
@@ -165,6 +159,23 @@ class Backward {
     if (params_.dsinks != nullptr) {
       static_cast<T*>(params_.dsinks)[head] = dsink;
     }
+  }
+
+  // Summed in the order in which Gemm sums dP: a row that sees one key gets dP - delta = 0 to the last bit.
+  T Dot(const Element* a, const Element* b) {
+    const hn::CappedTag<T, 1> one;
+    T total = 0;
+    for (int64_t begin = 0; begin < dim_; begin += kChain) {
+      auto sum = hn::Zero(one);
+      for (int64_t d = begin; d < std::min(begin + kChain, dim_); ++d) {
+        T x, y;
+        Convert(a[d], x);
+        Convert(b[d], y);
+        sum = hn::MulAdd(hn::Set(one, x), hn::Set(one, y), sum);
+      }
+      total += hn::GetLane(sum);
+    }
+    return total;
   }
 
   void RunTile(Scratch& s, const dualkv_tile& tile, int64_t kv_head) {

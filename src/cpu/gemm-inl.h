@@ -11,6 +11,7 @@
 #define DUALKV_CPU_GEMM_INL_H_
 #endif
 
+#include <algorithm>
 #include <cstdint>
 
 #include "hwy/highway.h"
@@ -31,6 +32,7 @@ struct Strided {
 // Vectors of columns in a register tile, times 6 rows: 24 of the 32 registers of AVX-512 and NEON, 12 of 16
 // elsewhere.
 inline constexpr int kTileRows = 6;
+inline constexpr int64_t kChain = 128;
 inline constexpr int kTileVectors = (HWY_TARGET <= HWY_AVX3 || HWY_ARCH_ARM_A64) ? 4 : 2;
 
 template <int kRows, int kVectors, class T>
@@ -44,7 +46,7 @@ HWY_INLINE void GemmTile(bool accumulate, int64_t depth, Strided<T> a, const T* 
   for (int i = 0; i < kRows; ++i) {
     HWY_UNROLL(8)
     for (int j = 0; j < kVectors; ++j) {
-      sum[i][j] = accumulate ? hn::LoadU(d, c + i * ldc + j * lanes) : hn::Zero(d);
+      sum[i][j] = hn::Zero(d);
     }
   }
   for (int64_t k = 0; k < depth; ++k) {
@@ -67,7 +69,8 @@ HWY_INLINE void GemmTile(bool accumulate, int64_t depth, Strided<T> a, const T* 
   for (int i = 0; i < kRows; ++i) {
     HWY_UNROLL(8)
     for (int j = 0; j < kVectors; ++j) {
-      hn::StoreU(sum[i][j], d, c + i * ldc + j * lanes);
+      T* at = c + i * ldc + j * lanes;
+      hn::StoreU(accumulate ? hn::Add(hn::LoadU(d, at), sum[i][j]) : sum[i][j], d, at);
     }
   }
 }
@@ -94,13 +97,20 @@ template <class T>
 void Gemm(bool accumulate, int64_t rows, int64_t columns, int64_t depth, Strided<T> a, const T* b,
           int64_t ldb, T* c, int64_t ldc) {
   const int64_t lanes = hn::Lanes(hn::ScalableTag<T>());
-  int64_t j = 0;
-  for (; j + kTileVectors * lanes <= columns; j += kTileVectors * lanes) {
-    GemmColumns<kTileVectors>(accumulate, rows, depth, a, b + j, ldb, c + j, ldc);
-  }
-  for (; j < columns; j += lanes) {
-    GemmColumns<1>(accumulate, rows, depth, a, b + j, ldb, c + j, ldc);
-  }
+  int64_t k = 0;
+  do {  // once even if depth is 0, to write C
+    const int64_t chain = std::min(depth - k, kChain);
+    int64_t j = 0;
+    for (; j + kTileVectors * lanes <= columns; j += kTileVectors * lanes) {
+      GemmColumns<kTileVectors>(accumulate || k > 0, rows, chain, a, b + j, ldb, c + j, ldc);
+    }
+    for (; j < columns; j += lanes) {
+      GemmColumns<1>(accumulate || k > 0, rows, chain, a, b + j, ldb, c + j, ldc);
+    }
+    a.data += chain * a.column_stride;
+    b += chain * ldb;
+    k += chain;
+  } while (k < depth);
 }
 
 }  // namespace dualkv::cpu::HWY_NAMESPACE
