@@ -9,7 +9,6 @@
 using dualkv::api::Guard;
 using dualkv::api::RequirePointer;
 using dualkv::api::RequireStruct;
-using dualkv::core::Concat;
 using dualkv::core::Plan;
 using dualkv::core::Require;
 using dualkv::core::Unsupported;

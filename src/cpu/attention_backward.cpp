@@ -74,6 +74,7 @@ class Backward {
     const int64_t heads = forward_.num_heads;
     const int workers = NumWorkers(forward_.num_threads, std::max(tasks, heads));
     std::vector<std::unique_ptr<Scratch>> scratch;
+    scratch.reserve(workers);
     for (int w = 0; w < workers; ++w) {
       scratch.push_back(std::make_unique<Scratch>(*this));
     }

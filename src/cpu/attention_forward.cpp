@@ -38,6 +38,7 @@ class Forward {
     const int64_t tasks = plan_.forward.num_tiles * params_.num_heads;
     const int workers = NumWorkers(params_.num_threads, tasks);
     std::vector<std::unique_ptr<Scratch>> scratch;
+    scratch.reserve(workers);
     for (int w = 0; w < workers; ++w) {
       scratch.push_back(std::make_unique<Scratch>(*this));
     }

@@ -18,7 +18,7 @@
 #include "core/visibility.h"
 #include "cpu/elements.h"
 #include "cpu/gemm-inl.h"
-#include "hwy/contrib/math/math-inl.h"
+#include "cpu/math-inl.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -30,12 +30,6 @@ template <class T>
 int64_t RoundUpToLanes(int64_t count) {
   const int64_t lanes = hn::Lanes(hn::ScalableTag<T>());
   return (count + lanes - 1) / lanes * lanes;
-}
-
-// exp(x) with NaN for NaN, for which Highway's gives 0.
-template <class D, class V = hn::Vec<D>>
-HWY_INLINE V ExpOrNan(D d, V x) {
-  return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
 }
 
 // A block of rows of one head: row i is `dim` elements at data + i * stride.
@@ -123,7 +117,7 @@ struct Softcap {
   // tanh(x / cap): the score is cap times it, the derivative of the score 1 - its square.
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V Tanh(D d, V x) const {
-    return hn::Tanh(d, hn::Mul(x, hn::Set(d, inverse)));
+    return TanhOrNan(d, hn::Mul(x, hn::Set(d, inverse)));
   }
 };
 
