@@ -1,14 +1,14 @@
 """Rollout files: groups of sampled responses with rewards, as JSON lines.
 
-``read_rollouts`` knows three kinds of line; a file holds one kind:
+`read_rollouts` knows three kinds of line; a file holds one kind:
 
     {"prompt": "..", "responses": [{"text": "..", "reward": 1.0}, ..]}              a group, as text
     {"prompt_ids": [1, 2], "responses": [{"ids": [3, 4], "reward": 1.0}, ..]}       a group, as token ids
     {"input": "..", "output": "..", "score": 1.0, "step": 3, ..}                    one sample of veRL's
                                                                                     trainer.rollout_data_dir
 
-veRL writes a line for each sample. Samples of the same step with the same ``uid`` make a group, or with the
-same ``input`` text where the lines have no uid. Other keys are ignored.
+veRL writes a line for each sample. Samples of the same step with the same `uid` make a group, or with the
+same `input` text where the lines have no uid. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rollout:
 class ByteTokenizer:
     """The UTF-8 bytes of a text as token ids 0 to 255, with a beginning (256) and an end (257) token.
 
-    Has the part of a Hugging Face tokenizer's interface that ``tokenize`` uses.
+    Has the part of a Hugging Face tokenizer's interface that `tokenize` uses.
     """
 
     bos_token_id = 256
@@ -60,10 +60,10 @@ class ByteTokenizer:
 
 
 def load_tokenizer(path: str | Path | None = None):
-    """The Hugging Face tokenizer saved at ``path``, or a ``ByteTokenizer`` for None.
+    """The Hugging Face tokenizer saved at `path`, or a `ByteTokenizer` for None.
 
     Raises:
-        ValueError: there is no tokenizer at ``path``.
+        ValueError: there is no tokenizer at `path`.
     """
     if path is None:
         return ByteTokenizer()
@@ -78,8 +78,8 @@ def load_tokenizer(path: str | Path | None = None):
 def tokenize(rollouts: Sequence[Rollout], tokenizer) -> list[Rollout]:
     """The rollouts as token ids; those that are token ids already stay as they are.
 
-    A prompt gets the tokenizer's beginning token in front, if it has one; a response gets its end token, since
-    the sampled text ended there.
+    A prompt gets the tokenizer's beginning token in front, if it has one; a response gets its end token,
+    since the sampled text ended there.
 
     Raises:
         ValueError: a prompt has no tokens; names the rollout.
@@ -122,10 +122,10 @@ def group_advantages(rewards: Sequence[float], eps: float = 1e-6) -> list[float]
 
 
 def read_examples(path: str | Path) -> list[str]:
-    """Worked examples for ``prepend_examples``, from JSON lines ``{"question": "..", "answer": ".."}``.
+    """Worked examples for `prepend_examples`, from JSON lines `{"question": "..", "answer": ".."}`.
 
     Raises:
-        ValueError: as ``read_rollouts``.
+        ValueError: as `read_rollouts`.
     """
     return [f"{line.text('question')}\n{line.text('answer')}\n\n" for line in _read_lines(path)]
 
@@ -133,7 +133,7 @@ def read_examples(path: str | Path) -> list[str]:
 def prepend_examples(
     rollouts: Sequence[Rollout], examples: Sequence[str], prompt_bytes: int
 ) -> list[Rollout]:
-    """Puts worked examples in front of each prompt until it has ``prompt_bytes`` bytes.
+    """Puts worked examples in front of each prompt until it has `prompt_bytes` bytes.
 
     Every prompt takes the examples in the same order, from the first on. A prompt that is long enough
     stays as it is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 
 import dualkv
@@ -179,8 +180,8 @@ def test_J2_positions_follow_the_path_to_the_root():
         actual, _ = packed_logprobs(model, batch)
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
         # Rotary embeddings are relative: all positions moved by the same offset change nothing.
-        batch.position_ids = batch.position_ids + 100
-        moved, _ = packed_logprobs(model, batch)
+        moved_batch = dataclasses.replace(batch, position_ids=batch.position_ids + 100)
+        moved, _ = packed_logprobs(model, moved_batch)
         torch.testing.assert_close(moved, expected, atol=1e-4, rtol=1e-4)
 
 

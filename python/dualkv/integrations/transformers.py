@@ -4,9 +4,10 @@
     batch = dualkv.pack(prompts, responses)
     logprobs, entropies = packed_logprobs(model, batch)        # [M], [M], differentiable
 
-The forest of a batch travels with the forward call: ``packed_forward`` hands a ``PackedPass`` to the model
-as a keyword argument, and Transformers passes it down to the attention function. Nothing about a batch is kept
-in this module, so recomputation for gradient checkpointing, several threads and several batches in flight work.
+The forest of a batch travels with the forward call: `packed_forward` hands a `PackedPass` to the model
+as a keyword argument, and Transformers passes it down to the attention function. Nothing about a batch is
+kept in this module, so recomputation for gradient checkpointing, several threads and several batches in
+flight work.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class PackedPass:
     """One forward pass over one packed batch: the forest for its attention layers, and which of them asked.
 
     Args:
-        forest: ``dualkv.SegmentForest`` of the batch's rows.
+        forest: `dualkv.SegmentForest` of the batch's rows.
     """
 
     def __init__(self, forest):
@@ -44,11 +45,11 @@ class PackedPass:
         self._calls = Counter()  # attention module -> number of calls
 
     def record(self, module: nn.Module) -> None:
-        """Notes that ``module`` computed its attention from this pass."""
+        """Notes that `module` computed its attention from this pass."""
         self._calls[module] += 1
 
     def check_every_layer(self, model: PreTrainedModel) -> None:
-        """Checks that each decoder layer came through ``dualkv.attention`` exactly once.
+        """Checks that each decoder layer came through `dualkv.attention` exactly once.
 
         Raises:
             RuntimeError: names the layers that did not, with their classes and numbers of calls.
@@ -69,10 +70,10 @@ class PackedPass:
 
 
 def use_packed_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Switches ``model`` to packed attention, in place, and returns it.
+    """Switches `model` to packed attention, in place, and returns it.
 
-    From then on the model runs packed batches only (``packed_forward``, ``packed_logprobs``); any other call
-    of it raises. ``model.set_attn_implementation("sdpa")`` switches back.
+    From then on the model runs packed batches only (`packed_forward`, `packed_logprobs`); any other call
+    of it raises. `model.set_attn_implementation("sdpa")` switches back.
 
     Raises:
         ValueError: the model's type or its kind of rotary embedding is not supported.
@@ -86,14 +87,15 @@ def packed_forward(model: PreTrainedModel, batch) -> torch.Tensor:
     """Last hidden states of a packed batch.
 
     Args:
-        model: a model after ``use_packed_attention``, with or without its language-model head.
-        batch: result of ``dualkv.pack`` or ``dualkv.pack_padded`` with T rows.
+        model: a model after `use_packed_attention`, with or without its language-model head.
+        batch: result of `dualkv.pack` or `dualkv.pack_padded` with T rows.
 
     Returns:
         hidden states [T, C], after the final norm.
 
     Raises:
-        ValueError: the model is not in packed attention or asks for attention dropout, or the batch is empty.
+        ValueError: the model is not in packed attention or asks for attention dropout, or the batch is
+            empty.
         RuntimeError: a decoder layer computed its attention by another way.
     """
     implementation = model.config._attn_implementation
@@ -123,13 +125,13 @@ def packed_logprobs(model: PreTrainedModel, batch, temperature: float = 1.0):
     """Log-probabilities of a packed batch's targets, and the entropies of their distributions.
 
     Args:
-        model: a causal language model after ``use_packed_attention``.
-        batch: result of ``dualkv.pack`` or ``dualkv.pack_padded`` with M targets.
+        model: a causal language model after `use_packed_attention`.
+        batch: result of `dualkv.pack` or `dualkv.pack_padded` with M targets.
         temperature: divides the logits, > 0.
 
     Returns:
-        log-probabilities [M] and entropies [M], fp32 (fp64 for fp64 models), both differentiable, in the order
-        of ``batch.target_ids``; ``batch.unpack`` sorts them by group and response.
+        log-probabilities [M] and entropies [M], fp32 (fp64 for fp64 models), both differentiable, in the
+        order of `batch.target_ids`; `batch.unpack` sorts them by group and response.
 
     Raises:
         ValueError: the model is not in packed attention, or its head is not a plain linear layer.
@@ -138,7 +140,7 @@ def packed_logprobs(model: PreTrainedModel, batch, temperature: float = 1.0):
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ValueError(
-            f"the head of {type(model).__name__} is {type(head).__name__}, packed_logprobs needs torch.nn.Linear"
+            f"the head of {type(model).__name__} is {type(head).__name__}, but must be torch.nn.Linear"
         )
     hidden = packed_forward(model, batch)
     return dualkv.linear_logprob(
@@ -153,7 +155,7 @@ def packed_logprobs(model: PreTrainedModel, batch, temperature: float = 1.0):
 
 
 def _decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head. A base model of Transformers 4 has no ``get_decoder``: it is the decoder."""
+    """The model without its head. A base model of Transformers 4 has no `get_decoder`."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
@@ -224,6 +226,6 @@ def _packed_attention(
     return output[None], None
 
 
-# No mask function is registered beside it: for an attention without one Transformers builds no mask at all, and
-# does not inspect the positions, which would cost a host synchronisation on a GPU.
+# No mask function is registered beside it: for an attention without one Transformers builds no mask at all,
+# and does not inspect the positions, which would cost a host synchronisation on a GPU.
 AttentionInterface.register(ATTENTION_NAME, _packed_attention)
