@@ -43,13 +43,11 @@ def load(path: Path) -> ctypes.CDLL:
     if version != _abi.ABI_VERSION:
         raise ImportError(
             f"{path} has version {version} of dualkv's C interface, but this package needs version "
-            f"{_abi.ABI_VERSION}. Build the library and the package from the same source: 'pip install .', or "
-            "'cmake --build build' in a source checkout."
+            f"{_abi.ABI_VERSION}. Build the library and the package from the same source: 'pip install .', "
+            "or 'cmake --build build' in a source checkout."
         )
     for name, (result, arguments) in _abi.FUNCTIONS.items():
-        function = getattr(library, name, None)
-        if function is None:
-            continue
+        function = getattr(library, name)
         function.argtypes = arguments
         if result is _abi.Status:
             function.restype = ctypes.c_int

@@ -59,8 +59,8 @@ def attention(
         window_left: how many earlier positions a row sees besides itself; None for all. A model's window of w
             tokens, which counts the token itself, is window_left = w - 1.
         softcap: c > 0 makes the scores c * tanh(score / c); 0 does not.
-        sinks: [H], any floating point type: one extra logit a head, which takes part in the softmax and has no
-            value.
+        sinks: [H], any floating point type: one extra logit a head, which takes part in the softmax and has
+            no value.
         deterministic: asks for gradients with the same bits in every run. The CPU's always have them.
         return_lse: also return the log-sum-exp of each row's scores.
 
@@ -177,7 +177,7 @@ def _new_results(q, k, v, sinks, segments, *options):
 
 @torch.library.register_fake("dualkv::attention_backward")
 def _new_gradients(dout, dlse, q, k, v, sinks, segments, out, lse, *options):
-    """dq, dk, dv and dsinks, not yet written; dsinks is [0] without sinks, as no result of an operator is None."""
+    """Unwritten dq, dk, dv and dsinks; [0] without sinks, since an operator's results are never None."""
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 

@@ -1,7 +1,8 @@
 """dualkv.linear_logprob: log-probabilities of target tokens from hidden states, without holding the logits.
 
 `linear_logprob` checks its arguments and calls the autograd function around the operators
-dualkv::linear_logprob_forward and dualkv::linear_logprob_backward, which call the C functions of the same names.
+dualkv::linear_logprob_forward and dualkv::linear_logprob_backward, which call the C functions of the same
+names.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _new_results(hidden, weight, bias, rows, targets, temperature, softcap):
 def _new_gradients(
     dlogprob, dentropy, hidden, weight, bias, rows, targets, entropy, lse, temperature, softcap, *needed
 ):
-    """dhidden, dweight and dbias, not yet written; [0] if not needed, as no result of an operator is None."""
+    """Unwritten dhidden, dweight and dbias; [0] if not needed, since an operator's results are never None."""
     inputs = (hidden, weight, bias)
     return tuple(hidden.new_empty(x.shape if need else 0) for x, need in zip(inputs, needed))
 

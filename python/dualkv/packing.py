@@ -39,7 +39,7 @@ class PackedBatch:
     target_ids: torch.Tensor
     _response_counts: list[int] = field(repr=False)  # [G]
     _target_counts: list[int] = field(repr=False)  # targets of each response
-    # Shape of the response mask that pack_padded was given, and the place of each target in it, flattened: [M].
+    # Shape of the response mask that pack_padded was given, and the flat place of each target in it, [M].
     _padded_shape: tuple[int, int] | None = field(repr=False)
     _source_positions: torch.Tensor | None = field(repr=False)
 
@@ -129,8 +129,8 @@ def pack(prompts, responses) -> PackedBatch:
         The batch, on the CPU.
 
     Raises:
-        ValueError: numbers of prompts and groups differ, a token id is negative, or a prompt without tokens has
-            a response with some, whose first token nothing predicts.
+        ValueError: numbers of prompts and groups differ, a token id is negative, or a prompt without tokens
+            has a response with some, whose first token nothing predicts.
         TypeError: something is not a sequence of integers.
     """
     if len(prompts) != len(responses):
@@ -169,8 +169,8 @@ def pack_padded(
         response_mask: [B, S], or [B, R] for the last R columns: nonzero for tokens that are targets. With
             R < S the response starts at the first of the last R columns, else at the row's first nonzero
             column. Tokens of a response with zero are seen, but are no targets.
-        group_ids: [B], integers, strings or anything else that can be a key: rows with the same id share their
-            prompt.
+        group_ids: [B], integers, strings or anything else that can be a key: rows with the same id share
+            their prompt.
 
     Returns:
         The batch, on the CPU.

@@ -60,8 +60,8 @@ def flash_attn_dualkv_varlen_func(
         out [Tq, H, D], differentiable with respect to all five tensors.
 
     Raises:
-        ValueError: any other geometry, or lengths that contradict each other or the tensors; the message names
-            the argument and the values.
+        ValueError: any other geometry, or lengths that contradict each other or the tensors; the message
+            names the argument and the values.
         TypeError: tensors of different or unsupported types, offsets no integers.
     """
     if not causal:

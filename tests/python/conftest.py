@@ -6,8 +6,8 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Every tensor that torch makes without values holds NaN (or the largest integer) in every test, so that a
-    result that was never written cannot pass for 0."""
+    """Every tensor that torch makes without values holds NaN (or the largest integer) in every test, so that
+    a result that was never written cannot pass for 0."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.ones(2).new_empty(2).isnan().all()

@@ -39,7 +39,7 @@ def dense_attention(q, k, v, *, scale, window_left=None, softcap=0.0, sinks=None
 
 
 def replicated_attention(q, k, v, forest, **options):
-    """Attention over a packed batch by way of the replicated sequences: q [T, H, D] -> out [T, H, D], lse [H, T].
+    """Attention over a packed batch by replicated sequences: q [T, H, D] -> out [T, H, D], lse [H, T].
 
     A row that several sequences share gets its result from the first of them, so that its gradient flows in
     once; gradients of shared keys and values add up over all copies. Rows past the forest get 0 and -inf.
@@ -72,8 +72,8 @@ def assert_within_budget(name, actual, oracle, plain, rows: list[slice], message
 
     actual, oracle (float64) and plain are [rows, ...]; eps is that of plain's type. In float32 a few eps more
     are allowed, since plain attention may be nearly exact in a block of few values; the float64 oracle of a
-    float64 result has errors of its own. `floor`, a number or [rows], takes the place of max |oracle| where it is
-    greater.
+    float64 result has errors of its own. `floor`, a number or [rows], takes the place of max |oracle| where it
+    is greater.
     """
     assert actual.shape == oracle.shape, f"{name}: shape {list(actual.shape)}; {message}"
     assert not actual.isnan().any(), f"{name} has NaN; {message}"
@@ -127,9 +127,9 @@ def assert_right(actual: dict, inputs, forest, sinks, dout, dlse, message, **opt
     )  # lse and dsinks are wide
     rows = blocks(forest, inputs[0].shape[0])
     dim_root = inputs[0].shape[2] ** 0.5
-    # The gradient of a score is p x (dout.v - dout.out). Where one key has all of the weight that is a difference
-    # of equal numbers: 0 in the oracle and often in plain attention, but the rounding of `out` and, in wide
-    # types, of the sums over D terms remains in ours.
+    # The gradient of a score is p x (dout.v - dout.out). Where one key has all of the weight that is a
+    # difference of equal numbers: 0 in the oracle and often in plain attention, but the rounding of `out` and,
+    # in wide types, of the sums over D terms remains in ours.
     terms = (oracle["out"] * dout.double()).nan_to_num().norm(dim=2).amax(dim=1)
     cancelled = terms * abs(options["scale"]) * (max(1.0, dim_root / 4) if wide is plain else 1.0)
     size_q, size_k = (

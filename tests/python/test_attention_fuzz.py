@@ -78,8 +78,8 @@ class Case:
             "softcap": rng.choice((0.0, 0.0, 1.5, 30.0)),
         }
         self.message = (
-            f"seed {seed}: {self.forest.lengths} {self.forest.parents} {self.dtype} H={heads},{kv_heads} D={dim} "
-            f"rows={self.rows} strides {[x.stride() for x in self.inputs]} sinks={self.sinks is not None} "
+            f"seed {seed}: {self.forest.lengths} {self.forest.parents} {self.dtype} H={heads},{kv_heads} "
+            f"D={dim} rows={self.rows} {[x.stride() for x in self.inputs]} sinks={self.sinks is not None} "
             f"dlse={self.dlse is not None} {self.options}"
         )
 
@@ -104,8 +104,8 @@ class Case:
 
 
 def assert_same_bits(actual: dict, expected: dict, message: str) -> None:
-    for name in expected:
-        assert torch.equal(actual[name], expected[name]), f"{name} has other bits; {message}"
+    for name, bits in expected.items():
+        assert torch.equal(actual[name], bits), f"{name} has other bits; {message}"
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -131,7 +131,7 @@ def test_same_bits_in_every_run_and_with_any_number_of_threads(seed, threads):
 
 @pytest.mark.parametrize("seed", range(2000, 2025))
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(seed):
-    """Each root-to-leaf path alone against the whole batch, which holds other sequences before and after it."""
+    """Each root-to-leaf path alone against the whole batch, with other sequences before and after it."""
     case = Case(seed)
     whole = case.run()
     lengths, parents = case.forest.lengths, case.forest.parents
@@ -167,7 +167,7 @@ def test_permuted_responses_permute_the_output(seed):
     message = f"P={prompt} R={lengths} order {order} {case.options} {case.dtype} seed {seed}"
     assert torch.equal(found["out"], whole["out"][rows]), message
     assert torch.equal(found["lse"], whole["lse"][:, rows]), message
-    # The responses' own gradients add up over their own rows only; the prompt's over the responses, in their order.
+    # Gradients of a response's keys add up over its own rows only; of the prompt's over all, in their order.
     responses = slice(prompt, None)
     for name in ("dk", "dv"):
         assert torch.equal(found[name][responses], whole[name][rows][responses]), f"{name}; {message}"

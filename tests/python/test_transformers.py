@@ -6,13 +6,14 @@ import copy
 import dataclasses
 import threading
 
-import dualkv
 import pytest
 import torch
 
+import dualkv
+
 transformers = pytest.importorskip("transformers")
 
-from dualkv.integrations.transformers import (
+from dualkv.integrations.transformers import (  # noqa: E402
     packed_forward,
     packed_logprobs,
     use_packed_attention,
