@@ -2,8 +2,8 @@
 //
 // Logits are kept transposed, [vocabulary, rows]: a row of hidden states is a lane. A softmax over the
 // vocabulary then runs down the lanes with no horizontal step, and what happens in a lane depends on nothing
-// but its own row and the weight. Each logit is one chain of multiply-adds over C, however the work is cut:
-// the backward recomputes the logits of the forward bit for bit.
+// but its own row and the weight. A logit is summed over C in one order, however the work is cut: the
+// backward recomputes the logits of the forward bit for bit.
 #if defined(DUALKV_CPU_LINEAR_LOGPROB_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef DUALKV_CPU_LINEAR_LOGPROB_INL_H_
 #undef DUALKV_CPU_LINEAR_LOGPROB_INL_H_

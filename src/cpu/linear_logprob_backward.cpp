@@ -5,8 +5,8 @@
 //   ds_v = -p_v (G + E (s_v - lse + H)) + sum of the dlogprob of its targets v
 //
 // where G and E are the sums of dlogprob and dentropy over the row's targets and H is the entropy. From it
-// dweight += ds^T hidden and dhidden += ds weight. Each element of a gradient is one chain of multiply-adds
-// in ascending order, over rows or over the vocabulary, so that it does not depend on who computes what.
+// dweight += ds^T hidden and dhidden += ds weight. Each element of a gradient is summed by blocks of rows or
+// of the vocabulary in ascending order, by one worker at a time: it does not depend on how many there are.
 #include <utility>
 #include <vector>
 

@@ -1,4 +1,5 @@
-// Elementary functions that keep NaN, which Highway's turn into numbers. Included once for each target.
+// Elementary functions that keep NaN, which is outside the range that Highway's are specified for. Included
+// once for each target.
 #if defined(DUALKV_CPU_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef DUALKV_CPU_MATH_INL_H_
 #undef DUALKV_CPU_MATH_INL_H_
@@ -14,13 +15,13 @@ namespace dualkv::cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-// exp(x) with NaN for NaN, for which Highway's gives 0.
+// exp(x) with NaN for NaN, for which Highway's gives 0 (release 1.0.3).
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V ExpOrNan(D d, V x) {
   return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
 }
 
-// tanh(x) with NaN for NaN, for which Highway's gives -1.
+// tanh(x) with NaN for NaN.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V TanhOrNan(D d, V x) {
   return hn::IfThenElse(hn::IsNaN(x), x, hn::Tanh(d, x));
