@@ -26,8 +26,8 @@ namespace dualkv::cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Sizes of the blocks that the work is cut into. All but kDepth and kSlabVocab are multiples of Gemm's 6 rows
-// or 64 columns, or of both where they serve as both.
+// Sizes of the blocks that the work is cut into, in whole tiles of Gemm, 6 rows by 64 columns: kBlockRows is
+// either and so a multiple of both.
 inline constexpr int64_t kBlockRows = 192;              // distinct rows of a block, its lanes
 inline constexpr int64_t kBlockVocab = 120;             // vocabulary entries whose logits a worker holds
 inline constexpr int64_t kSlabVocab = 8 * kBlockVocab;  // entries between two joins of the workers
