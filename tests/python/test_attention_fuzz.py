@@ -167,7 +167,3 @@ def test_permuted_responses_permute_the_output(seed):
     message = f"P={prompt} R={lengths} order {order} {case.options} {case.dtype} seed {seed}"
     assert torch.equal(found["out"], whole["out"][rows]), message
     assert torch.equal(found["lse"], whole["lse"][:, rows]), message
-    # Gradients of a response's keys add up over its own rows only; of the prompt's over all, in their order.
-    responses = slice(prompt, None)
-    for name in ("dk", "dv"):
-        assert torch.equal(found[name][responses], whole[name][rows][responses]), f"{name}; {message}"
