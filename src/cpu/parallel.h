@@ -2,6 +2,7 @@
 // thread starts in some 20 microseconds; in return there is no pool that a fork could leave without threads.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -24,7 +25,7 @@ void ParallelFor(int workers, int64_t num_tasks, Body&& body) {
     std::atomic<int64_t> next{0};
   } context{body, num_tasks};
   RunWorkers(
-      workers,
+      static_cast<int>(std::min<int64_t>(workers, std::max<int64_t>(num_tasks, 1))),
       [](void* opaque, int worker) {
         auto& shared = *static_cast<Context*>(opaque);
         for (int64_t task; (task = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.num_tasks;) {
