@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ._tensors import (
+    cast_for_autocast,
     int64_vector,
     require_dimensions,
     require_same_device,
@@ -66,17 +67,13 @@ def flash_attn_dualkv_varlen_func(
     """
     if not causal:
         raise ValueError("causal must be True: attention over shared prefixes is causal, got False")
-    tensors = {
-        "q": q,
-        "k_context": k_context,
-        "v_context": v_context,
-        "k_decoded": k_decoded,
-        "v_decoded": v_decoded,
-    }
-    require_tensors(**tensors)
-    require_same_dtype(**tensors)
-    require_same_device(**tensors)
-    _require_shapes(**tensors, context_seqlen=context_seqlen)
+    names = ("q", "k_context", "v_context", "k_decoded", "v_decoded")
+    tensors = (q, k_context, v_context, k_decoded, v_decoded)
+    require_tensors(**dict(zip(names, tensors)))
+    tensors = q, k_context, v_context, k_decoded, v_decoded = cast_for_autocast(*tensors)
+    require_same_dtype(**dict(zip(names, tensors)))
+    require_same_device(**dict(zip(names, tensors)))
+    _require_shapes(*tensors, context_seqlen)
     query_lengths = _lengths(cu_seqlens_q, "cu_seqlens_q", q, "q", max_seqlen_q, "max_seqlen_q")
     key_lengths = _lengths(
         cu_seqlens_k_decoded,
