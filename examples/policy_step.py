@@ -55,6 +55,7 @@ class Job:
         responses: [G][N], token ids.
         advantages: [G][N].
         model: a local checkpoint, or the arguments of a Qwen3Config for random weights.
+        dtype: of the computation. Weights and their gradients are fp32, as in mixed precision training.
     """
 
     prompts: list[list[int]]
@@ -82,7 +83,7 @@ class Job:
 
 @dataclass
 class Result:
-    """What an update took and gave. Gradients by parameter name; log_probs [M] in the order of Job.samples."""
+    """What an update took and gave. log_probs [M] are in the order of Job.samples."""
 
     tokens: int  # rows of the model with a token on them
     rows: int  # rows of the model with the padding
@@ -130,9 +131,8 @@ class PaddedLayout:
             predicts[row, length - len(self.job.response(sample)) - 1 : length - 1] = True
         hidden = model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         logits = model.lm_head(hidden.last_hidden_state[predicts])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         targets = input_ids.roll(-1, dims=1)[predicts]
-        return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        return logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 class RootsLayout:
@@ -165,7 +165,7 @@ class PackedLayout(RootsLayout):
     """Shared prompts: a micro-batch holds each of its prompts once."""
 
     def micro_batches(self) -> list[list[Sample]]:
-        """Whole groups, as many as fit; a group larger than a micro-batch is split and each part has the prompt."""
+        """Whole groups, as many as fit. A larger group is split, and each part has the prompt."""
         limit = self.job.micro_batch_size
         batches = []
         for group, responses in enumerate(self.job.responses):
@@ -203,17 +203,17 @@ def load_model(job: Job):
     torch.manual_seed(job.seed)
     if isinstance(job.model, dict):
         config = transformers.Qwen3Config(**job.model)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=job.dtype).eval()
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return transformers.AutoModelForCausalLM.from_pretrained(
-        job.model, dtype=job.dtype, local_files_only=True
+        job.model, dtype=torch.float32, local_files_only=True
     )
 
 
 def policy_loss(job: Job, samples: list[Sample], log_probs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """A micro-batch's part of the batch's loss.
 
-    log_probs and old [M], in the order of the samples and their tokens -> scalar. Parts of one batch add up to its
-    loss however it is cut, since each token is weighted by counts of the whole batch.
+    log_probs and old [M], in the order of the samples and their tokens -> scalar. The parts add up to the
+    batch's loss however it is cut, since each token is weighted by counts of the whole batch.
     """
     lengths = torch.tensor([len(job.response(sample)) for sample in samples])
     advantages = torch.tensor([job.advantages[group][index] for group, index in samples])
@@ -236,6 +236,7 @@ def run_update(model, layout, job: Job, report: Callable[[str, int, int], None])
     batches = layout.micro_batches()
     tokens, rows = (sum(counts) for counts in zip(*map(layout.size, batches)))
     result = Result(tokens=tokens, rows=rows, micro_batches=len(batches))
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=job.dtype == torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
 
     @contextmanager
@@ -246,11 +247,11 @@ def run_update(model, layout, job: Job, report: Callable[[str, int, int], None])
 
     old = []
     for done, samples in enumerate(batches, start=1):
-        with timed("old log-probs"), torch.no_grad():
+        with timed("old log-probs"), autocast, torch.no_grad():
             old.append(layout.log_probs(model, samples))
         report("old log-probs", done, len(batches))
     for done, (samples, reference) in enumerate(zip(batches, old), start=1):
-        with timed("forward"):
+        with timed("forward"), autocast:
             loss = policy_loss(job, samples, layout.log_probs(model, samples), reference)
         with timed("backward"):
             loss.backward()

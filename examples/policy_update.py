@@ -2,9 +2,9 @@
 """One GRPO or DAPO policy update, computed twice: with the prompt replicated and with the prompt shared.
 
 Reads rollouts, builds advantages, and runs old log-probs, forward, backward and an optimizer step of a small
-Qwen3, once as trainers do today (each response after its own copy of the prompt) and once packed by dualkv (each
-prompt once). Each run has a process of its own, so that its time and peak memory are its own. The gradients of
-the two are compared; the exit status is 1 if they disagree and 2 for bad options or files.
+Qwen3, once as trainers do today (each response after its own copy of the prompt) and once packed by dualkv
+(each prompt once). Each run has a process of its own, so that its time and peak memory are its own. The
+gradients of the two are compared; the exit status is 1 if they disagree and 2 for bad options or files.
 
     python examples/policy_update.py
     python examples/policy_update.py --algorithm dapo --rollouts my_rollouts.jsonl --model path/to/checkpoint
@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import policy_report
@@ -38,7 +39,7 @@ from dualkv.rollouts import (
     tokenize,
 )
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in policy_report.TOLERANCES}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BASELINES = {"sdpa": "padded", "dualkv": "roots"}  # option -> layout of policy_step
 
 
@@ -55,8 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         with tempfile.TemporaryDirectory() as folder, progress_bars(console) as progress:
-            replicated = run_apart(BASELINES[options.baseline], job, Path(folder), progress, "replicated")
+            baseline = BASELINES[options.baseline]
+            replicated = run_apart(baseline, job, Path(folder), progress, "replicated")
             packed = run_apart("packed", job, Path(folder), progress, "packed")
+            exact = None
+            if job.dtype != torch.float32:
+                exact = run_apart(
+                    baseline, replace(job, dtype=torch.float32), Path(folder), progress, "float32"
+                )
     except RuntimeError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
 
@@ -72,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         "dtype": options.dtype,
         "threads": job.threads,
         "seed": job.seed,
-        **policy_report.figures(replicated, packed, job.dtype),
+        **policy_report.figures(replicated, packed, exact),
     }
     title = (
         f"{options.algorithm.upper()} update, {report['groups']} groups, {report['responses']} responses, "
@@ -89,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="One policy update, with replicated and with shared prompts: time, memory, and equal gradients.",
+        description="One policy update with replicated and with shared prompts: time, memory, gradients.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     data = parser.add_argument_group("data")
@@ -111,7 +118,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "--baseline",
         choices=BASELINES,
         default="sdpa",
-        help="the replicated run: stock attention with padding, or dualkv.attention without sharing or padding",
+        help="the replicated run: stock attention with padding, or dualkv.attention without either",
     )
     model = parser.add_argument_group("model (Qwen3 with random weights, or a checkpoint)")
     model.add_argument(
@@ -123,7 +130,7 @@ def argument_parser() -> argparse.ArgumentParser:
     model.add_argument("--heads", type=positive, default=4)
     model.add_argument("--kv-heads", type=positive, default=2)
     model.add_argument("--head-dim", type=positive, default=32)
-    model.add_argument("--dtype", choices=DTYPES, default="float32")
+    model.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
     run = parser.add_argument_group("run")
     run.add_argument("--threads", type=positive, default=os.cpu_count(), help="CPU threads")
     run.add_argument("--seed", type=int, default=0, help="of random weights")
@@ -160,7 +167,7 @@ def prepare_rollouts(options: argparse.Namespace) -> list[Rollout]:
                 f"--group-size asks for {options.group_size}, but a group has only {smallest} responses"
             )
         size = options.group_size
-        rollouts = [Rollout(r.prompt, r.responses[:size], r.rewards[:size]) for r in rollouts]
+        rollouts = [replace(r, responses=r.responses[:size], rewards=r.rewards[:size]) for r in rollouts]
     if (options.few_shot is None) != (options.prefix_bytes is None):
         raise ValueError("--few-shot and --prefix-bytes are used together")
     if options.few_shot is not None:
@@ -205,8 +212,8 @@ def choose_model(options: argparse.Namespace, used_tokens: int, tokenizer_size: 
     used_tokens: token ids of the rollouts are below it.
 
     Raises:
-        ValueError: the checkpoint cannot be read, is of another architecture or has too small a vocabulary, or
-            the sizes do not fit together.
+        ValueError: the checkpoint cannot be read, is of another architecture or has too small a vocabulary,
+            or the sizes do not fit together.
     """
     if options.model is None:
         if options.heads % options.kv_heads != 0:
@@ -229,8 +236,8 @@ def choose_model(options: argparse.Namespace, used_tokens: int, tokenizer_size: 
         raise ValueError(f"{options.model} is a {config.model_type} model; supported are {supported}")
     if used_tokens > config.vocab_size:
         raise ValueError(
-            f"{options.model} has {config.vocab_size} tokens, but the rollouts use {used_tokens - 1}: is it the "
-            "model's own --tokenizer?"
+            f"{options.model} has {config.vocab_size} tokens, but the rollouts use {used_tokens - 1}: is the "
+            "tokenizer the model's own?"
         )
     return options.model
 
@@ -254,7 +261,7 @@ def run_apart(layout: str, job: Job, folder: Path, progress: Progress, name: str
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     path = folder / f"{name}.pt"
-    process = context.Process(target=run_child, args=(layout, job, path, sender))
+    process = context.Process(target=run_child, args=(layout, job, path, sender), daemon=True)
     process.start()
     sender.close()  # so that the end of the child is the end of the messages
     bars = {}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes examples/data/rollouts.jsonl: word problems with right and wrong worked answers. Always the same file.
+"""Writes examples/data/rollouts.jsonl: word problems with right and wrong answers. Always the same file.
 
 python tools/make_rollouts.py [PATH]
 """
@@ -32,9 +32,9 @@ GOODS = ("apples", "loaves", "candles", "notebooks", "tulips", "teapots", "scarv
 EXPENSES = ("the stall", "a new sign", "paper bags", "the tram", "lunch for two helpers")
 TERSE = ("{name}: {count} * {price} = {amount}", "{count} {name} at {price} make {amount}")
 CHATTY = (
-    "So {count} {name} were sold, and since each of them cost {price} dollars that is {count} * {price} = {amount}.",
-    "Next come the {name}: those that went home brought nothing, the other {count} brought {price} dollars each, "
-    "which makes {amount} dollars.",
+    "So {count} {name} were sold, and since each cost {price} dollars that is {count} * {price} = {amount}.",
+    "Next come the {name}: those that went home brought nothing, the other {count} brought {price} "
+    "dollars each, which makes {amount} dollars.",
 )
 
 
@@ -51,8 +51,8 @@ def question(keeper: str, sales: list, expenses: list, rng: random.Random) -> st
     for name, count, price in sales:
         unsold = rng.randint(1, 25)
         lines.append(
-            f"- I brought {count + unsold} {name} and asked {price} dollars for each. In the evening {unsold} "
-            f"of the {name} were left, and I took them home again."
+            f"- I brought {count + unsold} {name} and asked {price} dollars for each. In the evening "
+            f"{unsold} of the {name} were left, and I took them home again."
         )
     for name, cost in expenses:
         lines.append(f"- I paid {cost} dollars for {name}, in cash, before the market closed.")
@@ -79,7 +79,7 @@ def answer(sales: list, expenses: list, rng: random.Random, right: bool) -> dict
 def main() -> None:
     default = Path(__file__).parent.parent / "examples" / "data" / "rollouts.jsonl"
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else default
-    rng = random.Random(0)
+    rng = random.Random(2)
     lines = [json.dumps(make_group(keeper, rng)) for keeper in RIGHT]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -171,7 +171,7 @@ def _check_supported(model: PreTrainedModel) -> None:
     rope_type = rope.get("rope_type", rope.get("type"))
     if rope_type in _LENGTH_DEPENDENT_ROPE_TYPES:
         raise ValueError(
-            f"rope type {rope_type!r} is not supported: its frequencies depend on the batch's longest sequence"
+            f"rope type {rope_type!r} is not supported: it depends on the longest sequence of the batch"
         )
 
 
