@@ -3,7 +3,7 @@ include(CMakePackageConfigHelpers)
 
 if(SKBUILD)
   # The wheel holds the library and the shared library of Highway that it needs, side by side.
-  set_target_properties(dualkv PROPERTIES INSTALL_RPATH "$ORIGIN" VERSION "" SOVERSION "")
+  set_target_properties(dualkv PROPERTIES INSTALL_RPATH "$ORIGIN")
   install(TARGETS dualkv LIBRARY DESTINATION . COMPONENT python)
   get_target_property(DUALKV_HWY_TYPE hwy::hwy TYPE)
   if(DUALKV_HWY_TYPE STREQUAL "SHARED_LIBRARY")
@@ -12,6 +12,7 @@ if(SKBUILD)
   return()
 endif()
 
+set_target_properties(dualkv PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION 0)
 set(DUALKV_CMAKE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/dualkv)
 install(TARGETS dualkv EXPORT dualkv-targets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(DIRECTORY include/dualkv DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
