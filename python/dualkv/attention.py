@@ -121,6 +121,8 @@ def _require_shapes(q, k, v, query_row_begin) -> None:
         raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q and k must have the same head dim, got {q.shape[2]} and {k.shape[2]}")
+    if q.shape[2] == 0:
+        raise ValueError("the head dim of q must be at least 1, got 0")
     if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"the heads of q must be a multiple of the heads of k and v, got {q.shape[1]} and {k.shape[1]}"
