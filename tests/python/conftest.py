@@ -4,6 +4,11 @@ import pytest
 import torch
 
 
+# The references' products are small: threads of their own would only wait for each other, and for those of tests
+# that run beside them.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Every tensor that torch makes without values holds NaN (or the largest integer) in every test, so that
