@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-
 # The references' products are small: threads of their own would only wait for each other, and for those of tests
 # that run beside them.
 torch.set_num_threads(1)
