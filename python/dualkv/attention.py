@@ -78,6 +78,11 @@ def attention(
     require_tensors(q=q, k=k, v=v)
     if not isinstance(forest, SegmentForest):
         raise TypeError(f"forest must be a dualkv.SegmentForest, got {type(forest).__name__}")
+    require_dimensions(q, "q", "[T, H, D]")
+    require_dimensions(k, "k", "[T, Hk, D]")
+    require_dimensions(v, "v", "[T, Hk, D]")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must have the same number of rows, got {q.shape[0]} and {k.shape[0]}")
     out, lse = attend(
         q,
         k,
@@ -96,11 +101,11 @@ def attention(
 def attend(
     q, k, v, segments, *, scale, window_left, softcap, sinks, query_row_begin, deterministic
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attention`, with the queries of the forest's rows from `query_row_begin` on only. (out, lse)."""
+    """(out, lse) as `attention`, of the forest's rows from `query_row_begin` on: the first row of q."""
     q, k, v = cast_for_autocast(q, k, v)
     require_same_dtype(q=q, k=k, v=v)
     require_same_device(q=q, k=k, v=v, sinks=sinks)
-    _require_shapes(q, k, v, query_row_begin)
+    _require_shapes(q, k, v)
     if sinks is not None:
         if sinks.shape != q.shape[1:2]:
             raise ValueError(f"sinks must be [H], [{q.shape[1]}], got shape {list(sinks.shape)}")
@@ -113,10 +118,7 @@ def attend(
     return _Attention.apply(q, k, v, sinks, segments, options, deterministic)
 
 
-def _require_shapes(q, k, v, query_row_begin) -> None:
-    require_dimensions(q, "q", "[T, H, D]")
-    require_dimensions(k, "k", "[T, Hk, D]")
-    require_dimensions(v, "v", "[T, Hk, D]")
+def _require_shapes(q, k, v) -> None:
     if k.shape != v.shape:
         raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
     if q.shape[2] != k.shape[2]:
@@ -127,8 +129,6 @@ def _require_shapes(q, k, v, query_row_begin) -> None:
         raise ValueError(
             f"the heads of q must be a multiple of the heads of k and v, got {q.shape[1]} and {k.shape[1]}"
         )
-    if query_row_begin == 0 and q.shape[0] != k.shape[0]:
-        raise ValueError(f"q and k must have the same number of rows, got {q.shape[0]} and {k.shape[0]}")
 
 
 class _Attention(torch.autograd.Function):

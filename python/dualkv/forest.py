@@ -183,7 +183,7 @@ def plan(segments: torch.Tensor, window_left: int, query_row_begin: int) -> Hand
     return _cached_plan(segments.contiguous().numpy().tobytes(), window_left, query_row_begin)
 
 
-# Bounds the memory that plans of past batches hold: about 8 bytes a row each.
+# The number bounds the memory that plans of past batches hold.
 @functools.lru_cache(maxsize=64)
 def _cached_plan(segment_bytes: bytes, window_left: int, query_row_begin: int) -> Handle:
     segments = copy_int64(segment_bytes, len(segment_bytes) // 8).view(-1, 2)

@@ -140,6 +140,18 @@ def test_statuses_become_exceptions(status, exception):
     assert type(caught.value) is exception
 
 
+def test_a_handle_destroys_its_object_once():
+    destroyed = []
+
+    def create(argument, pointer):
+        pointer._obj.value = argument + 1
+
+    handle = _library.Handle(create, lambda pointer: destroyed.append(pointer.value), 41)
+    assert handle.address == 42 and destroyed == []
+    del handle
+    assert destroyed == [42]
+
+
 def test_a_library_of_another_version_is_refused(tmp_path):
     compiler = shutil.which("cc")
     if compiler is None:

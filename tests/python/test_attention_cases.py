@@ -1,5 +1,5 @@
 """Small batches whose right answer is known. The names stand for kinds of failures: A empty and one-token
-responses, B extreme scores, D windows and caps, E strides, H types and recomputation, I padding."""
+responses, B extreme scores, C sizes, D windows and caps, E strides, H types and recomputation, I padding."""
 
 from __future__ import annotations
 
@@ -204,6 +204,18 @@ def test_B8_very_large_inputs():
     for name in ("dq", "dk", "dv"):
         assert found[name].isfinite().all(), name
     assert (found["dv"] >= 0).all() and (found["dv"] <= 2).all()
+
+
+def test_C3_more_responses_than_a_launch_grid_is_wide():
+    count = 70_000
+    forest = dualkv.SegmentForest.from_groups([16], [[1] * count])
+    few = normal(17, 1, 1, 64, torch.float32)
+    q, k, v, dout = (torch.cat([x[:16], x[16:].expand(count, 1, 64)]) for x in few)
+    found = attend((q, k, v), forest, dout)
+    one = attend(few[:3], dualkv.SegmentForest.from_groups([16], [[1]]), few[3])
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(found[name][16:], one[name][16:].expand(count, 1, 64)), name
+    assert torch.equal(found["lse"][:, 16:], one["lse"][:, 16:].expand(1, count))
 
 
 def test_D1_a_window_counts_earlier_positions():

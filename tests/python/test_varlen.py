@@ -113,6 +113,16 @@ def test_I2_rows_past_the_last_offset_take_no_part():
         assert torch.equal(gradient[:944], value) and not gradient[944:].any()
 
 
+@pytest.mark.parametrize("prompt, with_prompt_rows", [(0, False), (3, False), (3, True)])
+def test_I2_queries_and_keys_may_be_padded_differently(prompt, with_prompt_rows):
+    q, k, v, _ = normal(prompt + 6)
+    first = 0 if with_prompt_rows else prompt
+    cu_q = [0, 2 + prompt - first, 5 + prompt - first]
+    out = call(q[first:], split(k[:-1], v[:-1], prompt), cu_q, [0, 2, 5], prompt)
+    expected = dualkv.attention(q, k, v, dualkv.SegmentForest.from_groups([prompt], [[2, 3]]))
+    assert torch.equal(out, expected[first:]) and not out[-1].any()
+
+
 def test_I4_lengths_that_contradict_the_tensors_or_each_other():
     case = KnownAnswers()
     q, kv = case.q, case.kv
