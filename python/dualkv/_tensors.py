@@ -84,14 +84,14 @@ def address(x: torch.Tensor | None) -> int | None:
 
 
 def int64_vector(values, name: str) -> torch.Tensor:
-    """A list, tensor or array of integers as an int64 CPU tensor [n], never sharing the caller's memory."""
+    """A list, tensor or array of integers as an int64 CPU tensor [n]."""
     if hasattr(values, "tolist"):
         values = torch.as_tensor(values)
         if values.dtype not in INTEGER_DTYPES or values.dim() != 1:
             raise TypeError(
                 f"{name} must be a vector of integers, got {values.dtype} of shape {list(values.shape)}"
             )
-        return values.to("cpu", torch.int64, copy=True)
+        return values.to("cpu", torch.int64)
     try:
         return torch.tensor([operator.index(value) for value in values], dtype=torch.int64)
     except TypeError as error:

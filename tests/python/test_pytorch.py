@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 
@@ -247,6 +248,32 @@ def attention_bits(seed: int) -> bytes:
     out = dualkv.attention(*inputs, forest)
     gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
     return b"".join(x.detach().numpy().tobytes() for x in (out, *gradients))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_kernels_use_as_many_threads_as_pytorch(count, threads, monkeypatch):
+    """Whatever their number, the bits are the same; so look at what is asked for."""
+    asked = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            def call(params, *rest):
+                struct = params._obj
+                asked.append(getattr(struct, "forward", struct).num_threads)
+
+            return call
+
+    for module in ("attention", "logprob"):
+        monkeypatch.setattr(importlib.import_module(f"dualkv.{module}"), "library", Recorder())
+    threads(count)
+    options = (0.5, -1, 0.0, 0)
+    q, k, v = attention_inputs(requires_grad=False)
+    out, lse = torch.ops.dualkv.attention_forward(q, k, v, None, FOREST.segments, *options)
+    torch.ops.dualkv.attention_backward(out, None, q, k, v, None, FOREST.segments, out, lse, *options, False)
+    inputs = logprob_inputs(requires_grad=False)
+    logprob, entropy, lse = torch.ops.dualkv.linear_logprob_forward(*inputs, 1.0, 0.0)
+    torch.ops.dualkv.linear_logprob_backward(logprob, None, *inputs, entropy, lse, 1.0, 0.0, True, True, True)
+    assert asked == [count] * 5  # the backward of attention asks for its workspace first
 
 
 def test_several_threads_at_once_get_the_bits_of_one():

@@ -155,10 +155,11 @@ def test_other_geometries_and_arguments_are_refused():
         call(q, kv, [0, 1, 3], [0, 2, 3], 3)
     with pytest.raises(ValueError, match=r"lengths \[2, 1, 0\] and \[2, 1\]"):
         call(q, kv, [0, 2, 3, 3], [0, 2, 3], 3)
-    with pytest.raises(
-        ValueError, match=r"lengths \[2, 4\] and \[2, 1\]"
-    ):  # the prompt before the last response
-        call(torch.zeros(6, 1, 8), kv, [0, 2, 6], [0, 2, 3], 3)
+    last = [0, 2, 6]  # the prompt's rows with the last response
+    with pytest.raises(ValueError, match=r"lengths \[2, 4\] and \[2, 1\]"):
+        call(torch.zeros(6, 1, 8), kv, last, [0, 2, 3], 3)
+    with pytest.raises(ValueError, match=r"lengths \[5, 1\] and \[2, 2\]"):
+        call(torch.zeros(6, 1, 8), split(*2 * [torch.zeros(7, 1, 8)], 3), [0, 5, 6], [0, 2, 4], 3)
     with pytest.raises(ValueError, match="causal must be True.*False"):
         call(q, kv, [0, 2, 3], [0, 2, 3], 3, causal=False)
     with pytest.raises(TypeError, match="v_context must be a torch.Tensor, got list"):
