@@ -241,6 +241,8 @@ typedef struct dualkv_attention_backward_params {
   dualkv_tensor dk;                /* [key_rows, Hk, D] */
   dualkv_tensor dv;                /* [key_rows, Hk, D] */
   void* dsinks;                    /* [H] of the accumulation type; NULL if sinks is NULL */
+  int32_t deterministic;           /* 1: gradients have the same bits in every run. The CPU's always have */
+  int32_t reserved;
   void* workspace;                 /* workspace_bytes, aligned to 64 */
   size_t workspace_bytes;
 } dualkv_attention_backward_params;

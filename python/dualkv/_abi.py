@@ -110,6 +110,8 @@ class dualkv_attention_backward_params(VersionedStructure):
         ("dk", dualkv_tensor),
         ("dv", dualkv_tensor),
         ("dsinks", c_void_p),
+        ("deterministic", c_int32),
+        ("reserved", c_int32),
         ("workspace", c_void_p),
         ("workspace_bytes", c_size_t),
     ]

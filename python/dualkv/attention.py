@@ -194,7 +194,7 @@ def _attention_forward(q, k, v, sinks, segments, *options):
 
 @torch.library.impl("dualkv::attention_backward", "cpu")
 def _attention_backward(dout, dlse, q, k, v, sinks, segments, out, lse, *options_and_deterministic):
-    *options, _ = options_and_deterministic  # the CPU's gradients have the same bits in every run
+    *options, deterministic = options_and_deterministic
     dq, dk, dv, dsinks = _new_gradients(dout, dlse, q, k, v, sinks, segments, out, lse)
     dout = dense_last_dim(dout.to(q.dtype))
     dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
@@ -207,6 +207,7 @@ def _attention_backward(dout, dlse, q, k, v, sinks, segments, out, lse, *options
         dk=rows_of_heads(dk),
         dv=rows_of_heads(dv),
         dsinks=None if sinks is None else address(dsinks),
+        deterministic=deterministic,
     )
     workspace_bytes = ctypes.c_size_t()
     library.dualkv_attention_backward_workspace(ctypes.byref(params), ctypes.byref(workspace_bytes))

@@ -104,6 +104,8 @@ dualkv_status dualkv_attention_backward(const dualkv_attention_backward_params* 
     Require(forward.lse != nullptr || forward.query_rows == 0, "lse must not be NULL in the backward");
     Require((params->dsinks != nullptr) == (forward.sinks != nullptr),
             "dsinks must be given if and only if sinks is");
+    Require(params->deterministic == 0 || params->deterministic == 1, "deterministic must be 0 or 1, got ",
+            params->deterministic);
     const size_t needed = dualkv::cpu::AttentionBackwardWorkspace(*params, plan);
     Require(params->workspace_bytes >= needed, "workspace_bytes must be at least ", needed, ", got ",
             params->workspace_bytes);

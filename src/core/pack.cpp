@@ -30,9 +30,13 @@ int64_t AddUp(std::span<const int64_t> values, const char* name, const char* uni
   return total - before;
 }
 
-void RequireTokens(std::span<const int64_t> tokens, const char* name) {
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    Require(tokens[i] >= 0, name, "[", i, "] must be >= 0, got ", tokens[i]);
+// Requires token ids from tokens[begin] on, those of the list at `place`, to be ids.
+template <class... Place>
+void RequireTokens(std::span<const int64_t> tokens, int64_t begin, int64_t count, const char* name,
+                   const Place&... place) {
+  for (int64_t i = 0; i < count; ++i) {
+    Require(tokens[begin + i] >= 0, name, "[", begin + i, "] (", place..., ", token ", i,
+            ") must be >= 0, got ", tokens[begin + i]);
   }
 }
 
@@ -178,11 +182,15 @@ Batch Pack(const dualkv_pack_params& params) {
   const int64_t response_rows = AddUp(response_lengths, "response_lengths", "tokens", rows);
   auto prompt_tokens = Values(params.prompt_tokens, prompt_rows, "prompt_tokens");
   auto response_tokens = Values(params.response_tokens, response_rows, "response_tokens");
-  RequireTokens(prompt_tokens, "prompt_tokens");
-  RequireTokens(response_tokens, "response_tokens");
   const int64_t* length = response_lengths.data();
+  int64_t prompt_begin = 0, response_begin = 0;
   for (int64_t g = 0; g < params.num_groups; ++g) {
+    RequireTokens(prompt_tokens, prompt_begin, prompt_lengths[g], "prompt_tokens", "group ", g);
+    prompt_begin += prompt_lengths[g];
     for (int64_t n = 0; n < response_counts[g]; ++n, ++length) {
+      RequireTokens(response_tokens, response_begin, *length, "response_tokens", "group ", g, ", response ",
+                    n);
+      response_begin += *length;
       Require(prompt_lengths[g] > 0 || *length == 0, "group ", g, " has no prompt tokens, but its response ",
               n, " has ", *length, ": nothing predicts the first");
     }

@@ -302,6 +302,9 @@ TEST_F(AttentionErrors, Backward) {
   params_.workspace = static_cast<char*>(memory.get()) + 4;
   ExpectInvalid(dualkv_attention_backward(&params_), {"workspace", "aligned"});
   params_.workspace = memory.get();
+  params_.deterministic = 2;
+  ExpectInvalid(dualkv_attention_backward(&params_), {"deterministic", "got 2"});
+  params_.deterministic = 1;
   params_.dsinks = problem_.dsinks.data();
   ExpectInvalid(dualkv_attention_backward(&params_), {"dsinks", "sinks"});
   params_.dsinks = nullptr;

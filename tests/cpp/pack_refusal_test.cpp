@@ -67,10 +67,10 @@ TEST(PackRefuses, TotalsBeyondTheLimit) {
 TEST(PackRefuses, NegativeTokens) {
   PackInput input(kTwoGroups);
   input.prompt_tokens[3] = -7;
-  ExpectRefused(input.Params(), "prompt_tokens[3] must be >= 0, got -7");
+  ExpectRefused(input.Params(), "prompt_tokens[3] (group 1, token 0) must be >= 0, got -7");
   input = PackInput(kTwoGroups);
   input.response_tokens[2] = -100;
-  ExpectRefused(input.Params(), "response_tokens[2] must be >= 0, got -100");
+  ExpectRefused(input.Params(), "response_tokens[2] (group 0, response 1, token 0) must be >= 0, got -100");
 }
 
 TEST(PackRefuses, ResponseWithoutPrompt) {

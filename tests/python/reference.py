@@ -72,14 +72,13 @@ def assert_within_budget(
 ) -> None:
     """In each block of rows: error <= 2 x (error of plain attention in the same type + eps x max |oracle|).
 
-    actual, oracle (float64) and plain are [rows, ...]; eps is that of plain's type. In float32 a few eps more
-    are allowed, since plain attention may be nearly exact in a block of few values; the float64 oracle of a
-    float64 result has errors of its own. `floor`, a number or [rows], takes the place of max |oracle| where
+    actual, oracle (float64) and plain are [rows, ...]; eps is that of plain's type, and 64 times as much
+    for float64, whose oracle has the errors of the same type. `floor`, a number or [rows], takes the place of max |oracle| where
     it is greater; the budget is `slack` times that.
     """
     assert actual.shape == oracle.shape, f"{name}: shape {list(actual.shape)}; {message}"
     assert not actual.isnan().any(), f"{name} has NaN; {message}"
-    eps = torch.finfo(plain.dtype).eps * {torch.float64: 64, torch.float32: 8}.get(plain.dtype, 1)
+    eps = torch.finfo(plain.dtype).eps * (64 if plain.dtype == torch.float64 else 1)
     finite = oracle.isfinite()
     assert torch.equal(actual[~finite].double(), oracle[~finite]), f"{name}: infinite values; {message}"
     actual, oracle, plain = (torch.where(finite, x.double(), 0.0) for x in (actual, oracle, plain))

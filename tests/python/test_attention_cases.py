@@ -119,8 +119,8 @@ def equal_scores(prompt, responses, heads, kv_heads, dim, q, k, dtype):
     torch.testing.assert_close(
         found["lse"].double(), lse.expand(heads, rows), rtol=2e-7, atol=1e-5 + abs(score) * 1e-7
     )
-    # A probability is exp(score - lse), and lse is rounded to its type.
-    slack = 2.0 if dtype == torch.float32 else 1.0
+    # A gradient's probability is exp(score - lse); in float32 an lse of -100 to -200 is rounded to 4 to 8e-6.
+    slack = 4.0 if dtype == torch.float32 else 1.0
     assert_right(found, inputs, forest, None, dout, None, f"P={prompt} R={responses}", slack, scale=dim**-0.5)
     return found, forest, dout
 

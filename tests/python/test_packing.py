@@ -198,7 +198,7 @@ def test_pack_errors_name_the_argument_and_the_values():
         dualkv.pack([[1]], [[torch.tensor([1.0, 2.0])]])
     with pytest.raises(TypeError, match=r"prompts\[0\] .*"):
         dualkv.pack([[2**63]], [[]])
-    with pytest.raises(ValueError, match=r"response_tokens\[1\] must be >= 0, got -3"):
+    with pytest.raises(ValueError, match=r"response_tokens\[1\] \(group .*\) must be >= 0, got -3"):
         dualkv.pack([[1]], [[[2, -3]]])
     with pytest.raises(ValueError, match=r"group 1 has no prompt tokens, but its response 1 has 2"):
         dualkv.pack([[1], []], [[], [[], [2, 3]]])
