@@ -90,8 +90,7 @@ DUALKV_API dualkv_status dualkv_forest_create(int64_t num_segments, const int64_
 
 /* Builds the forest of GRPO groups: for each group a root of prompt_lengths[g] rows with response_counts[g]
  * leaves; response_lengths holds the leaves of all groups, one group after the other. */
-DUALKV_API dualkv_status dualkv_forest_create_from_groups(int64_t num_groups,
-                                                          const int64_t* prompt_lengths,
+DUALKV_API dualkv_status dualkv_forest_create_from_groups(int64_t num_groups, const int64_t* prompt_lengths,
                                                           const int64_t* response_counts,
                                                           const int64_t* response_lengths,
                                                           dualkv_forest** forest);
@@ -168,9 +167,10 @@ typedef struct dualkv_plan_view {
   const int32_t* positions;       /* [total_tokens] */
   dualkv_schedule forward;
   dualkv_schedule backward;
-  /* Order in which the backward adds to dQ, for results that repeat. Query tiles of the backward are numbered by
-   * their rows; run r visits the tiles first_query_tile[r], first_query_tile[r] + 1, ..., and its visit to the n-th
-   * of them is the turns[turn_begin[r] + n]-th of all visits to that tile, counted from 0 in schedule order. */
+  /* Order in which the backward adds to dQ, for results that repeat. Query tiles of the backward are numbered
+   * by their rows; run r visits the tiles first_query_tile[r], first_query_tile[r] + 1, ..., and its visit to
+   * the n-th of them is the turns[turn_begin[r] + n]-th of all visits to that tile, counted from 0 in
+   * schedule order. */
   int64_t num_query_tiles;
   const int32_t* first_query_tile; /* [backward.num_runs] */
   const int64_t* turn_begin;       /* [backward.num_runs] */
@@ -243,13 +243,13 @@ typedef struct dualkv_attention_backward_params {
   void* dsinks;                    /* [H] of the accumulation type; NULL if sinks is NULL */
   int32_t deterministic;           /* 1: gradients have the same bits in every run. The CPU's always have */
   int32_t reserved;
-  void* workspace;                 /* workspace_bytes, aligned to 64 */
+  void* workspace; /* workspace_bytes, aligned to 64 */
   size_t workspace_bytes;
 } dualkv_attention_backward_params;
 
 /* Bytes of workspace that the backward needs. The pointers in `params` are not read. */
-DUALKV_API dualkv_status dualkv_attention_backward_workspace(
-    const dualkv_attention_backward_params* params, size_t* bytes);
+DUALKV_API dualkv_status dualkv_attention_backward_workspace(const dualkv_attention_backward_params* params,
+                                                             size_t* bytes);
 
 /* Gradients of q, k, v and sinks; rows that take no part get 0. The same bits for any number of threads. */
 DUALKV_API dualkv_status dualkv_attention_backward(const dualkv_attention_backward_params* params);
@@ -313,8 +313,7 @@ DUALKV_API dualkv_status dualkv_pack(const dualkv_pack_params* params, dualkv_ba
  * rows. The prompts of a group are compared, and a row that differs is refused. If R < S the response starts
  * at the first of the last R columns, else at the row's first column with response_mask 1 (without one the
  * whole row is prompt). Tokens of the response with response_mask 0 are context and no targets. */
-DUALKV_API dualkv_status dualkv_pack_padded(const dualkv_pack_padded_params* params,
-                                            dualkv_batch** batch);
+DUALKV_API dualkv_status dualkv_pack_padded(const dualkv_pack_padded_params* params, dualkv_batch** batch);
 DUALKV_API void dualkv_batch_destroy(dualkv_batch* batch);
 
 /* The pointers in the view are owned by the batch. */
@@ -366,8 +365,7 @@ typedef struct dualkv_linear_logprob_backward_params {
 } dualkv_linear_logprob_backward_params;
 
 /* Gradients; the same bits for any number of threads. */
-DUALKV_API dualkv_status
-dualkv_linear_logprob_backward(const dualkv_linear_logprob_backward_params* params);
+DUALKV_API dualkv_status dualkv_linear_logprob_backward(const dualkv_linear_logprob_backward_params* params);
 
 #ifdef __cplusplus
 } /* extern "C" */
