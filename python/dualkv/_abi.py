@@ -70,6 +70,51 @@ class dualkv_plan_params(VersionedStructure):
     ]
 
 
+class dualkv_tile(Structure):
+    _fields_ = [
+        ("begin", c_int32),
+        ("end", c_int32),
+        ("run_begin", c_int32),
+        ("run_end", c_int32),
+    ]
+
+
+class dualkv_run(Structure):
+    _fields_ = [
+        ("begin", c_int32),
+        ("end", c_int32),
+        ("segment", c_int32),
+        ("masked", c_int32),
+    ]
+
+
+class dualkv_schedule(Structure):
+    _fields_ = [
+        ("query_tile", c_int32),
+        ("key_tile", c_int32),
+        ("num_tiles", c_int64),
+        ("num_runs", c_int64),
+        ("tiles", c_void_p),
+        ("runs", c_void_p),
+    ]
+
+
+class dualkv_plan_view(VersionedStructure):
+    _fields_ = [
+        ("window_left", c_int64),
+        ("num_segments", c_int64),
+        ("total_tokens", c_int64),
+        ("segments", c_void_p),
+        ("positions", c_void_p),
+        ("forward", dualkv_schedule),
+        ("backward", dualkv_schedule),
+        ("num_query_tiles", c_int64),
+        ("first_query_tile", c_void_p),
+        ("turn_begin", c_void_p),
+        ("turns", c_void_p),
+    ]
+
+
 class dualkv_tensor(Structure):
     _fields_ = [
         ("data", c_void_p),
@@ -214,6 +259,7 @@ FUNCTIONS = {
     "dualkv_forest_visible_pairs": (Status, [c_void_p, c_int64, POINTER(c_int64)]),
     "dualkv_plan_create": (Status, [POINTER(dualkv_plan_params), _HANDLE_OUT]),
     "dualkv_plan_destroy": (None, [c_void_p]),
+    "dualkv_plan_get_view": (Status, [c_void_p, POINTER(dualkv_plan_view)]),
     "dualkv_attention_forward": (Status, [POINTER(dualkv_attention_params)]),
     "dualkv_attention_backward_workspace": (
         Status,
