@@ -8,6 +8,10 @@ The forest of a batch travels with the forward call: `packed_forward` hands a `P
 as a keyword argument, and Transformers passes it down to the attention function. Nothing about a batch is
 kept in this module, so recomputation for gradient checkpointing, several threads and several batches in
 flight work.
+
+Experts need nothing: the router and the experts work on one row at a time. A row whose router is within
+rounding of a tie may choose another expert than in a replicated batch, as it may in any other batch. Auxiliary
+losses of routers are means over a batch's rows, among which a shared prompt counts once: none is computed here.
 """
 
 from __future__ import annotations
@@ -25,8 +29,27 @@ ATTENTION_NAME = "dualkv"
 
 # Architectures whose packed results are compared with Transformers' own attention in the tests. Others are
 # refused: a layer that looks at tokens by a way of its own (a convolution, a recurrence, a cross attention, a
-# special position encoding) would be wrong without any error.
-SUPPORTED_MODEL_TYPES = ("llama", "qwen3")
+# special position encoding, experts that drop tokens beyond a capacity) would be wrong without any error.
+SUPPORTED_MODEL_TYPES = (
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+
+# Modules whose result for one row depends on its neighbours in the batch, by other ways than the attention
+# function. In a packed batch a neighbour may belong to another response.
+_ROW_MIXING_MODULES = (
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+    nn.modules.batchnorm._NormBase,
+)
 
 # Rotary embeddings whose frequencies depend on the longest sequence of the call: a sequence would get other
 # results when packed with a longer one.
@@ -76,7 +99,8 @@ def use_packed_attention(model: PreTrainedModel) -> PreTrainedModel:
     of it raises. `model.set_attn_implementation("sdpa")` switches back.
 
     Raises:
-        ValueError: the model's type or its kind of rotary embedding is not supported.
+        ValueError: the model's type or its kind of rotary embedding is not supported, its attention is not
+            causal, or one of its modules mixes rows by another way than attention.
     """
     _check_supported(model)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -166,13 +190,30 @@ def _check_supported(model: PreTrainedModel) -> None:
             f"model type {config.model_type!r} ({type(model).__name__}) is not supported; supported are "
             + ", ".join(SUPPORTED_MODEL_TYPES)
         )
+    for rope_type in _rope_types(config):
+        if rope_type in _LENGTH_DEPENDENT_ROPE_TYPES:
+            raise ValueError(
+                f"rope type {rope_type!r} is not supported: it depends on the longest sequence of the batch"
+            )
+    if getattr(config, "is_causal", True) is False:
+        raise ValueError(f"the configuration of {type(model).__name__} is not causal: packed attention is")
+    names = {module: name for name, module in model.named_modules()}
+    for module in _decoder(model).modules():
+        if isinstance(module, _ROW_MIXING_MODULES):
+            raise ValueError(
+                f"{names[module]} ({type(module).__name__}) mixes the rows of a batch: in a packed batch a row's "
+                "neighbours may belong to other responses"
+            )
+        if getattr(module, "is_causal", True) is False:
+            raise ValueError(f"{names[module]} ({type(module).__name__}) is not causal: packed attention is")
+
+
+def _rope_types(config) -> list[str | None]:
+    """The kinds of rotary embedding that a model uses: one, or one for each kind of layer."""
     # `rope_parameters` since Transformers 5, `rope_scaling` before; very old checkpoints say `type`.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    rope_type = rope.get("rope_type", rope.get("type"))
-    if rope_type in _LENGTH_DEPENDENT_ROPE_TYPES:
-        raise ValueError(
-            f"rope type {rope_type!r} is not supported: it depends on the longest sequence of the batch"
-        )
+    kinds = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return [kind.get("rope_type", kind.get("type")) for kind in kinds]
 
 
 def _packed_attention(
@@ -204,7 +245,7 @@ def _packed_attention(
         raise ValueError(f"{layer} got an attention mask: in a packed batch the forest says what a row sees")
     if dropout > 0.0:
         raise ValueError(f"{layer} asks for attention dropout {dropout}: packed attention has none")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    if is_causal is False:
         raise ValueError(f"{layer} is not causal: packed attention is")
     rows = dualkv_pass.forest.total_tokens
     if query.shape[0] != 1 or query.shape[2] != rows or key.shape[2] != rows:
