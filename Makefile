@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 JOBS := $(shell nproc)
 
-.PHONY: help setup library build demo test bench format lint clean
+.PHONY: help setup library build demo test bench docs format lint clean
 help:  ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
 
@@ -29,6 +29,9 @@ test: build  ## check the format, then run the C++ and the Python tests
 bench: build  ## benchmarks of the C++ side, and attention against PyTorch's
 	build/bench/dualkv_bench
 	PYTHONPATH=python $(PYTHON) bench/attention.py
+
+docs: library  ## draw the pictures of docs/
+	PYTHONPATH=python $(PYTHON) tools/draw_plans.py
 
 format: setup  ## format all files
 	tools/check_format.sh --fix

@@ -1,0 +1,145 @@
+"""The documents: pictures are those that the script draws, examples run, and what they name exists."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "HACKING.md", ROOT / "CONTRIBUTING.md", *DOCS]
+
+sys.path.insert(0, str(ROOT / "tools"))
+import draw_plans  # noqa: E402
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+
+
+def repository_files() -> set[str]:
+    """Files under version control, or about to be."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    result = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    if result.returncode != 0:
+        pytest.skip("not a git checkout")
+    return {name for name in result.stdout.splitlines() if (ROOT / name).is_file()}
+
+
+def code_in(text: str) -> list[str]:
+    """Inline code, and the lines of blocks of shell commands."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`]+)`", prose) + [line for block in blocks for line in block.splitlines()]
+
+
+# -------------------------------------------------------------------------------------------------- pictures
+
+
+def test_the_pictures_are_those_that_the_script_draws(tmp_path, monkeypatch):
+    committed = {path.name for path in (ROOT / "docs").glob("*.svg")}
+    assert committed == set(draw_plans.PICTURES)
+    monkeypatch.setattr(sys, "argv", ["draw_plans.py", str(tmp_path)])
+    draw_plans.main()
+    for name in committed:
+        drawn = (tmp_path / name).read_bytes()
+        assert drawn == (ROOT / "docs" / name).read_bytes(), f"docs/{name} is out of date: run make docs"
+        assert len(drawn) < 100_000, name
+
+
+def test_every_picture_is_shown():
+    text = "".join(document.read_text() for document in DOCUMENTS)
+    for name in draw_plans.PICTURES:
+        assert re.search(rf"!\[[^\]]+\]\((docs/)?{re.escape(name)}\)", text), name
+
+
+@pytest.mark.parametrize("window_left", [None, 6])
+@pytest.mark.parametrize("forest", [draw_plans.GROUP, draw_plans.TREE], ids=["group", "tree"])
+def test_plans_are_drawn_as_they_are(forest, window_left):
+    """Each visible pair lies in one tile of either schedule, unmasked tiles hide none, and turns count the
+    visits to a query tile."""
+    mask = draw_plans.visible(forest, window_left)
+    assert sum(map(sum, mask)) == forest.visible_pairs(window_left)
+    pairs = {(i, j) for i, row in enumerate(mask) for j, seen in enumerate(row) if seen}
+    plan = draw_plans.read_plan(forest, 4, window_left)
+    for visits in (plan.forward, plan.backward):
+        covered = [(i, j) for visit in visits for i in visit.queries for j in visit.keys]
+        assert len(covered) == len(set(covered))
+        assert pairs <= set(covered)
+        for visit in visits:
+            assert visit.masked or pairs.issuperset((i, j) for i in visit.queries for j in visit.keys)
+    turns = {}
+    for visit in plan.backward:
+        assert visit.turn == turns.get(visit.queries, 0)
+        turns[visit.queries] = visit.turn + 1
+
+
+# -------------------------------------------------------------------------------------------------- examples
+
+
+@pytest.mark.parametrize("document", DOCS, ids=relative)
+def test_examples_print_what_they_say(document):
+    blocks = re.findall(r"^```pycon\n(.*?)^```", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert blocks
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, document.name, str(document), 0)
+    report = []
+    doctest.DocTestRunner().run(test, out=report.append)
+    assert report == [], "".join(report)
+
+
+# ----------------------------------------------------------------------------------------- links, files, make
+
+
+def anchors_of(text: str) -> set[str]:
+    """Fragments of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_document
+def test_relative_links_resolve(document):
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        place, _, fragment = link.partition("#")
+        target = document.parent / place if place else document
+        assert target.exists(), link
+        assert not fragment or fragment in anchors_of(target.read_text()), link
+
+
+@each_document
+def test_files_that_are_named_exist(document):
+    """A path below a folder of the repository, or the name of a file of one of its kinds."""
+    files = repository_files()
+    names = {Path(name).name for name in files}
+    folders = {str(parent) for name in files for parent in Path(name).parents} - {"."}
+    top_level = {folder for folder in folders if "/" not in folder}
+    kinds = {"cmake", "cpp", "cu", "cuh", "h", "hpp", "md", "py", "sh", "svg", "toml"}
+    for code in code_in(document.read_text()):
+        for word in code.split():
+            path = word.rstrip("/,:")
+            if not re.fullmatch(r"[\w./-]+", path):
+                continue
+            if "/" in path and path.split("/")[0] in top_level:
+                assert path in files | folders, path
+            elif "/" not in path and path.rpartition(".")[2] in kinds and "." in path:
+                assert path in names, path
+
+
+@each_document
+def test_make_targets_that_are_named_exist(document):
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    phony = set(re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE).group(1).split())
+    assert phony == targets
+    for code in code_in(document.read_text()):
+        for target in re.findall(r"^make ([\w-]+)", code):
+            assert target in targets, code
