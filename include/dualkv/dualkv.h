@@ -28,11 +28,7 @@
 #define DUALKV_VERSION "0.1.0"
 #define DUALKV_ABI_VERSION 1u
 
-#if defined(_WIN32)
-#define DUALKV_API __declspec(dllexport)
-#else
 #define DUALKV_API __attribute__((visibility("default")))
-#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -164,7 +160,7 @@ typedef struct dualkv_plan_view {
   int64_t num_segments;
   int64_t total_tokens;
   const dualkv_segment* segments; /* [num_segments] */
-  const int32_t* positions;       /* [total_tokens] */
+  const int32_t* positions;       /* [total_tokens] position of every row; NULL without a window */
   dualkv_schedule forward;
   dualkv_schedule backward;
   /* Order in which the backward adds to dQ, for results that repeat. Query tiles of the backward are numbered
@@ -228,7 +224,9 @@ typedef struct dualkv_attention_params {
 } dualkv_attention_params;
 
 /* out and lse of every query row. Rows that are no queries (past the last segment, or of keys-only
- * segments) get out = 0 and lse = -inf. A row's bits do not depend on the rest of the batch. */
+ * segments) get out = 0 and lse = -inf. A row's bits do not depend on the rest of the batch, as long
+ * as that is finite: as in every tiled attention, a NaN or an infinity can reach rows that share a tile with
+ * it. */
 DUALKV_API dualkv_status dualkv_attention_forward(const dualkv_attention_params* params);
 
 typedef struct dualkv_attention_backward_params {

@@ -1,17 +1,20 @@
 // Validation of the attention calls, and dispatch to the device.
 #include "cpu/attention.h"
 
-#include <cmath>
-
+#include "api/checks.h"
 #include "api/guard.h"
 #include "api/objects.h"
 
 using dualkv::api::Guard;
+using dualkv::api::RequireData;
+using dualkv::api::RequireDevice;
+using dualkv::api::RequireDtype;
+using dualkv::api::RequireFinite;
 using dualkv::api::RequirePointer;
+using dualkv::api::RequireSoftcap;
 using dualkv::api::RequireStruct;
 using dualkv::core::Plan;
 using dualkv::core::Require;
-using dualkv::core::Unsupported;
 
 namespace {
 
@@ -21,10 +24,7 @@ constexpr int32_t kMaxHeadDim = 512;
 const Plan& CheckShapes(const dualkv_attention_params& params) {
   RequirePointer(params.plan, "plan");
   const Plan& plan = params.plan->plan;
-  Require(params.device == DUALKV_CPU || params.device == DUALKV_CUDA,
-          "device must be DUALKV_CPU (0) or DUALKV_CUDA (1), got ", params.device);
-  Require(params.dtype >= DUALKV_FLOAT64 && params.dtype <= DUALKV_FLOAT16,
-          "dtype must be a dualkv_dtype, 0 to 3, got ", params.dtype);
+  RequireDtype(params.dtype);
   Require(params.num_threads >= 0, "num_threads must be >= 0, got ", params.num_threads);
   Require(params.num_kv_heads >= 1, "num_kv_heads must be >= 1, got ", params.num_kv_heads);
   Require(params.num_heads >= 1 && params.num_heads % params.num_kv_heads == 0,
@@ -32,9 +32,8 @@ const Plan& CheckShapes(const dualkv_attention_params& params) {
           params.num_kv_heads);
   Require(params.head_dim >= 1 && params.head_dim <= kMaxHeadDim, "head_dim must be 1 to ", kMaxHeadDim,
           ", got ", params.head_dim);
-  Require(std::isfinite(params.scale), "scale must be finite, got ", params.scale);
-  Require(std::isfinite(params.softcap) && params.softcap >= 0, "softcap must be finite and >= 0, got ",
-          params.softcap);
+  RequireFinite(params.dtype, params.scale, "scale");
+  RequireSoftcap(params.dtype, params.softcap);
 
   const int64_t total = plan.forest.total_tokens();
   const int64_t first = params.query_row_begin;
@@ -48,25 +47,17 @@ const Plan& CheckShapes(const dualkv_attention_params& params) {
     Require(plan.keys_only[s] || segments[s].begin == segments[s].end,
             "query_row_begin must leave out keys-only rows alone, got ", first, ", past the first row ",
             segments[s].begin, " of segment ", s);
-    Require(segments[s].end <= first || segments[s].begin == segments[s].end || plan.keys_only[s],
-            "query_row_begin must not cut a segment, got ", first, " within segment ", s);
   }
-  if (params.device == DUALKV_CUDA) {
-    throw Unsupported("this build has no CUDA kernels: move the tensors to the CPU");
-  }
+  RequireDevice(params.device);
   return plan;
-}
-
-void CheckTensor(const dualkv_tensor& tensor, int64_t rows, const char* name) {
-  Require(tensor.data != nullptr || rows == 0, name, ".data must not be NULL for ", rows, " rows");
 }
 
 const Plan& CheckForward(const dualkv_attention_params& params) {
   const Plan& plan = CheckShapes(params);
-  CheckTensor(params.q, params.query_rows, "q");
-  CheckTensor(params.k, params.key_rows, "k");
-  CheckTensor(params.v, params.key_rows, "v");
-  CheckTensor(params.out, params.query_rows, "out");
+  RequireData(params.q.data, params.query_rows, "q.data");
+  RequireData(params.k.data, params.key_rows, "k.data");
+  RequireData(params.v.data, params.key_rows, "v.data");
+  RequireData(params.out.data, params.query_rows, "out.data");
   return plan;
 }
 
@@ -97,13 +88,14 @@ dualkv_status dualkv_attention_backward(const dualkv_attention_backward_params* 
     RequireStruct(&params->forward, "params.forward");
     const dualkv_attention_params& forward = params->forward;
     const Plan& plan = CheckForward(forward);
-    CheckTensor(params->dout, forward.query_rows, "dout");
-    CheckTensor(params->dq, forward.query_rows, "dq");
-    CheckTensor(params->dk, forward.key_rows, "dk");
-    CheckTensor(params->dv, forward.key_rows, "dv");
+    RequireData(params->dout.data, forward.query_rows, "dout.data");
+    RequireData(params->dq.data, forward.query_rows, "dq.data");
+    RequireData(params->dk.data, forward.key_rows, "dk.data");
+    RequireData(params->dv.data, forward.key_rows, "dv.data");
     Require(forward.lse != nullptr || forward.query_rows == 0, "lse must not be NULL in the backward");
     Require((params->dsinks != nullptr) == (forward.sinks != nullptr),
             "dsinks must be given if and only if sinks is");
+    Require(params->reserved == 0, "reserved must be 0, got ", params->reserved);
     Require(params->deterministic == 0 || params->deterministic == 1, "deterministic must be 0 or 1, got ",
             params->deterministic);
     const size_t needed = dualkv::cpu::AttentionBackwardWorkspace(*params, plan);

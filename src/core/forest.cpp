@@ -89,6 +89,7 @@ Forest Forest::FromGroups(std::span<const int64_t> prompt_lengths, std::span<con
 int64_t Forest::VisiblePairs(int64_t window_left) const {
   // The row at position p sees min(p, window) earlier positions and itself: a sum over the positions of each
   // segment.
+  window_left = std::min(window_left, kMaxRows);         // as good as none, and safe to add to
   auto pairs_before = [window_left](int64_t position) {  // of the positions 0 to position - 1
     if (window_left < 0 || position <= window_left + 1) {
       return position * (position + 1) / 2;

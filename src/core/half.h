@@ -18,10 +18,13 @@ struct Float16 {
 inline float ToFloat(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
 inline float ToFloat(Float16 x) {
-  constexpr float kRebias = 0x1p112f;  // from the exponent bias of 15 to that of 127
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
-  uint32_t bits = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) * kRebias);
+  // Rebias the exponent by 112. A subnormal is made normal with the exponent 2^-14, which is then taken off:
+  // no operation has a subnormal operand, which some processes flush to 0.
+  const float normal = std::bit_cast<float>(magnitude + (uint32_t{112} << 23));
+  const float subnormal = std::bit_cast<float>(magnitude + (uint32_t{113} << 23)) - 0x1p-14f;
+  uint32_t bits = std::bit_cast<uint32_t>(magnitude < (uint32_t{1} << 23) ? subnormal : normal);
   bits |= magnitude >= (uint32_t{31} << 23) ? uint32_t{0x7f800000} : 0;  // infinity and NaN
   return std::bit_cast<float>(bits | sign);
 }

@@ -10,7 +10,10 @@
 namespace dualkv::core {
 namespace {
 
-constexpr size_t kMaxRuns = size_t{1} << 30;  // run indices are int32
+void RequireFewRuns(size_t runs) {
+  constexpr size_t kMaxRuns = size_t{1} << 30;  // their indices are int32
+  Require(runs <= kMaxRuns, "the forest is too large for a plan: more than ", kMaxRuns, " runs of tiles");
+}
 
 int32_t CeilDiv(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
@@ -147,8 +150,7 @@ Schedule ByQueries(const Plan& plan, std::span<const QueryTile> queries, TileSiz
     for (size_t s = tile.segment; s < segments.size() && segments[s].begin < tile.end; ++s) {
       AppendRuns(plan, tile, static_cast<int32_t>(s), sizes.key, schedule.runs);
     }
-    Require(schedule.runs.size() <= kMaxRuns, "the forest is too deep: its plan would have more than ",
-            kMaxRuns, " runs of tiles");
+    RequireFewRuns(schedule.runs.size());
     schedule.tiles.push_back({tile.begin, tile.end, run_begin, static_cast<int32_t>(schedule.runs.size())});
   }
   return schedule;
@@ -166,54 +168,58 @@ Schedule ByKeys(const Plan& plan, const Schedule& by_queries) {
     first_tile[s + 1] = first_tile[s] + CeilDiv(segments[s].end - segments[s].begin, sizes.key);
   }
 
-  // Visits of each key tile in the order of the query tiles, by a counting sort.
-  struct Visit {
-    int32_t query;
-    int32_t masked;
+  // Query tiles come in the order of their rows. Each key tile keeps the run that its last visit extended; a
+  // run that ends is put aside, to be sorted by key tile.
+  struct KeyRun {
+    int32_t key_tile;
+    dualkv_run run;
   };
-  auto for_each_visit = [&](auto&& visit) {
-    for (size_t q = 0; q < by_queries.tiles.size(); ++q) {
-      for (int32_t r = by_queries.tiles[q].run_begin; r < by_queries.tiles[q].run_end; ++r) {
-        const dualkv_run& run = by_queries.runs[r];
-        const dualkv_segment& segment = segments[run.segment];
-        const int32_t base = first_tile[run.segment];
-        const int32_t last = base + CeilDiv(run.end - segment.begin, sizes.key);
-        for (int32_t k = base + (run.begin - segment.begin) / sizes.key; k < last; ++k) {
-          // A run ends with the last key that some row sees: the rest of its last tile is hidden from all.
-          const int32_t tile_end = std::min(segment.begin + (k - base + 1) * sizes.key, segment.end);
-          visit(k, Visit{static_cast<int32_t>(q), run.masked || run.end < tile_end});
-        }
-      }
+  std::vector<dualkv_run> open(first_tile.back(), dualkv_run{});  // empty: no visit yet
+  std::vector<KeyRun> closed;
+  std::vector<int32_t> run_begin(first_tile.back() + 1, 0);
+  auto close = [&](int32_t k) {
+    if (open[k].begin < open[k].end) {
+      closed.push_back({k, open[k]});
+      ++run_begin[k + 1];
     }
   };
-  std::vector<int64_t> visit_begin(first_tile.back() + 1, 0);
-  for_each_visit([&](int32_t k, const Visit&) { ++visit_begin[k + 1]; });
-  std::partial_sum(visit_begin.begin(), visit_begin.end(), visit_begin.begin());
-  std::vector<Visit> visits(visit_begin.back());
-  std::vector<int64_t> next(visit_begin.begin(), visit_begin.end() - 1);
-  for_each_visit([&](int32_t k, const Visit& visit) { visits[next[k]++] = visit; });
+  for (const dualkv_tile& query : by_queries.tiles) {
+    for (int32_t r = query.run_begin; r < query.run_end; ++r) {
+      const dualkv_run& keys = by_queries.runs[r];
+      const dualkv_segment& segment = segments[keys.segment];
+      int32_t k = first_tile[keys.segment] + (keys.begin - segment.begin) / sizes.key;
+      for (int32_t key = keys.begin; key < keys.end; key += sizes.key, ++k) {
+        // The run of keys ends with the last that some row sees: the rest of its last tile is hidden from
+        // all.
+        const bool masked = keys.masked || keys.end < std::min(key + sizes.key, segment.end);
+        dualkv_run& last = open[k];
+        const bool follows = last.end == query.begin && last.masked == masked && last.begin < last.end &&
+                             (last.end - last.begin) % sizes.query == 0;
+        if (!follows) {
+          close(k);
+          last = {.begin = query.begin, .end = 0, .segment = keys.segment, .masked = masked};
+        }
+        last.end = query.end;
+      }
+    }
+  }
+  for (int32_t k = 0; k < first_tile.back(); ++k) {
+    close(k);
+  }
+  RequireFewRuns(closed.size());
+  std::partial_sum(run_begin.begin(), run_begin.end(), run_begin.begin());
 
-  Schedule schedule{sizes, {}, {}};
+  Schedule schedule{sizes, {}, std::vector<dualkv_run>(closed.size())};
+  std::vector<int32_t> next(run_begin.begin(), run_begin.end() - 1);
+  for (const KeyRun& entry : closed) {
+    schedule.runs[next[entry.key_tile]++] = entry.run;
+  }
   schedule.tiles.reserve(first_tile.back());
   for (size_t s = 0; s < segments.size(); ++s) {
     for (int32_t k = first_tile[s]; k < first_tile[s + 1]; ++k) {
       const int32_t begin = segments[s].begin + (k - first_tile[s]) * sizes.key;
-      const auto run_begin = static_cast<int32_t>(schedule.runs.size());
-      for (int64_t n = visit_begin[k]; n < visit_begin[k + 1]; ++n) {
-        const dualkv_tile& query = by_queries.tiles[visits[n].query];
-        const int32_t masked = visits[n].masked;
-        // Continue the last run if this tile follows it on the same grid.
-        if (static_cast<int32_t>(schedule.runs.size()) > run_begin) {
-          dualkv_run& run = schedule.runs.back();
-          if (run.end == query.begin && run.masked == masked && (run.end - run.begin) % sizes.query == 0) {
-            run.end = query.end;
-            continue;
-          }
-        }
-        schedule.runs.push_back({query.begin, query.end, static_cast<int32_t>(s), masked});
-      }
-      schedule.tiles.push_back({begin, std::min(begin + sizes.key, segments[s].end), run_begin,
-                                static_cast<int32_t>(schedule.runs.size())});
+      schedule.tiles.push_back(
+          {begin, std::min(begin + sizes.key, segments[s].end), run_begin[k], run_begin[k + 1]});
     }
   }
   return schedule;
@@ -232,24 +238,34 @@ dualkv_schedule Schedule::View() const {
 
 Plan::Plan(const Forest& forest_, int64_t window_left_, std::span<const uint8_t> keys_only_,
            TileSizes forward_tiles, TileSizes backward_tiles)
-    : forest(forest_),
-      window_left(window_left_),
-      keys_only(keys_only_.begin(), keys_only_.end()),
-      positions(forest_.total_tokens()) {
+    : forest(forest_), window_left(window_left_), keys_only(keys_only_.begin(), keys_only_.end()) {
   keys_only.resize(forest.segments().size(), 0);
-  forest.WritePositions(positions.data());
+  if (window_left >= 0) {
+    positions.resize(forest.total_tokens());
+    forest.WritePositions(positions.data());
+  }
 
-  forward = ByQueries(*this, CutQueries(*this, forward_tiles.query), forward_tiles);
   const std::vector<QueryTile> queries = CutQueries(*this, backward_tiles.query);
-  backward = ByKeys(*this, ByQueries(*this, queries, backward_tiles));
+  forward = ByQueries(*this, CutQueries(*this, forward_tiles.query), forward_tiles);
+  backward =
+      ByKeys(*this, forward_tiles == backward_tiles ? forward : ByQueries(*this, queries, backward_tiles));
   SortByWork(forward);
   SortByWork(backward);
 
   // Turns: how many visits of earlier tiles of the schedule each query tile has seen.
-  std::vector<int32_t> visits(queries.size(), 0);
   num_query_tiles = static_cast<int64_t>(queries.size());
   first_query_tile.resize(backward.runs.size());
   turn_begin.resize(backward.runs.size());
+  auto visits_of = [&](const dualkv_run& run) {
+    return CeilDiv(run.end - run.begin, backward.tile_sizes.query);
+  };
+  int64_t num_visits = 0;
+  for (const dualkv_run& run : backward.runs) {
+    num_visits += visits_of(run);
+  }
+  turns.resize(num_visits);
+  int32_t* turn = turns.data();
+  std::vector<int32_t> visits(queries.size(), 0);  // that each query tile has had
   for (const dualkv_tile& tile : backward.tiles) {
     for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
       const dualkv_run& run = backward.runs[r];
@@ -257,11 +273,10 @@ Plan::Plan(const Forest& forest_, int64_t window_left_, std::span<const uint8_t>
           std::partition_point(queries.begin(), queries.end(),
                                [&](const QueryTile& query) { return query.begin < run.begin; }) -
           queries.begin();
-      const int64_t count = CeilDiv(run.end - run.begin, backward.tile_sizes.query);
       first_query_tile[r] = static_cast<int32_t>(first);
-      turn_begin[r] = static_cast<int64_t>(turns.size());
-      for (int64_t q = first; q < first + count; ++q) {
-        turns.push_back(visits[q]++);
+      turn_begin[r] = turn - turns.data();
+      for (int64_t q = first; q < first + visits_of(run); ++q) {
+        *turn++ = visits[q]++;
       }
     }
   }
@@ -274,7 +289,7 @@ dualkv_plan_view Plan::View() const {
           .num_segments = static_cast<int64_t>(forest.segments().size()),
           .total_tokens = forest.total_tokens(),
           .segments = forest.segments().data(),
-          .positions = positions.data(),
+          .positions = window_left >= 0 ? positions.data() : nullptr,
           .forward = forward.View(),
           .backward = backward.View(),
           .num_query_tiles = num_query_tiles,

@@ -17,6 +17,8 @@ namespace dualkv::core {
 struct TileSizes {
   int32_t query;
   int32_t key;
+
+  bool operator==(const TileSizes&) const = default;
 };
 
 // Tiles of the CPU backend: a query tile of 64 rows is four AVX-512 registers of floats; a key tile's scores
@@ -43,7 +45,7 @@ struct Plan {
   Forest forest;
   int64_t window_left;
   std::vector<uint8_t> keys_only;  // a flag for each segment
-  std::vector<int32_t> positions;  // of every row
+  std::vector<int32_t> positions;  // of every row; empty without a window
   Schedule forward;
   Schedule backward;
   int64_t num_query_tiles;  // of the backward

@@ -26,9 +26,9 @@ namespace dualkv::cpu {
 // The caller's workspace.
 template <class T>
 struct BackwardWorkspace {
-  T* dq;                        // [query_rows, H, D]
-  T* delta;                     // [H, query_rows]: sum over d of out * dout, less dlse
-  std::atomic<int32_t>* turns;  // [H, num_query_tiles]: visits that each query tile has had
+  T* dq;           // [query_rows, H, D]
+  T* delta;        // [H, query_rows]: sum over d of out * dout, less dlse
+  int32_t* turns;  // [H, num_query_tiles]: visits that each query tile has had
   size_t bytes;
 
   BackwardWorkspace(const dualkv_attention_params& params, const core::Plan& plan, void* memory) {
@@ -41,7 +41,7 @@ struct BackwardWorkspace {
     };
     dq = static_cast<T*>(take(params.query_rows * params.num_heads * params.head_dim, sizeof(T)));
     delta = static_cast<T*>(take(params.query_rows * params.num_heads, sizeof(T)));
-    turns = static_cast<std::atomic<int32_t>*>(take(plan.num_query_tiles * params.num_heads, sizeof(*turns)));
+    turns = static_cast<int32_t*>(take(plan.num_query_tiles * params.num_heads, sizeof(*turns)));
   }
 };
 
@@ -242,8 +242,8 @@ class Backward {
     const hn::ScalableTag<T> d;
     const auto one = hn::Set(d, T(1));
     for (int64_t i = 0; i < width; i += hn::Lanes(d)) {
-      const auto low = hn::LoadU(d, s.bounds.low + i);
-      const auto high = hn::LoadU(d, s.bounds.high + i);
+      const auto low = kMasked ? hn::LoadU(d, s.bounds.low + i) : hn::Zero(d);
+      const auto high = kMasked ? hn::LoadU(d, s.bounds.high + i) : hn::Zero(d);
       const auto lse = hn::LoadU(d, s.lse + i);
       const auto delta = hn::LoadU(d, s.delta + i);
       for (int64_t j = 0; j < keys; ++j) {
@@ -273,7 +273,7 @@ class Backward {
   // the visit waited for always belongs to a task that has started.
   void AddToQueryGradient(Scratch& s, int64_t head, int32_t row_begin, int64_t rows, int64_t query_tile,
                           int32_t turn) {
-    std::atomic<int32_t>& turns = workspace_.turns[head * plan_.num_query_tiles + query_tile];
+    std::atomic_ref<int32_t> turns(workspace_.turns[head * plan_.num_query_tiles + query_tile]);
     for (int32_t now; (now = turns.load(std::memory_order_acquire)) != turn;) {
       turns.wait(now, std::memory_order_acquire);
     }

@@ -149,8 +149,8 @@ class Forward {
     const hn::ScalableTag<T> d;
     const auto minus_infinity = hn::Set(d, -kInfinity);
     for (int64_t i = 0; i < width; i += hn::Lanes(d)) {
-      const auto low = hn::LoadU(d, s.bounds.low + i);
-      const auto high = hn::LoadU(d, s.bounds.high + i);
+      const auto low = kMasked ? hn::LoadU(d, s.bounds.low + i) : hn::Zero(d);
+      const auto high = kMasked ? hn::LoadU(d, s.bounds.high + i) : hn::Zero(d);
       const auto old_max = hn::LoadU(d, s.max + i);
       auto max = old_max;
       for (int64_t j = 0; j < keys; ++j) {

@@ -87,8 +87,8 @@ struct LaneBounds {
            int32_t key_begin, int64_t keys) {
     for (int64_t i = 0; i < rows; ++i) {
       const auto row = static_cast<int32_t>(row_begin + i);
-      const core::Interval seen =
-          core::VisibleKeys(row, plan.positions[row], plan.segments[segment], plan.window_left);
+      const int32_t position = plan.window_left >= 0 ? plan.positions[row] : 0;  // matters to windows only
+      const core::Interval seen = core::VisibleKeys(row, position, plan.segments[segment], plan.window_left);
       low[i] = static_cast<T>(std::clamp<int64_t>(int64_t{seen.begin} - key_begin, 0, keys));
       high[i] = static_cast<T>(std::clamp<int64_t>(int64_t{seen.end} - key_begin, 0, keys));
     }
@@ -103,23 +103,6 @@ HWY_INLINE auto SeenBy(D d, V low, V high, int64_t key) {
   const V k = hn::Set(d, static_cast<hn::TFromD<D>>(key));
   return hn::And(hn::Ge(k, low), hn::Lt(k, high));
 }
-
-// What turns a product q.k, scaled already, into a score: cap * tanh(x / cap), or x itself if cap is 0.
-template <class T>
-struct Softcap {
-  T cap;
-  T inverse;
-
-  explicit Softcap(double value)
-      : cap(static_cast<T>(value)), inverse(value > 0 ? static_cast<T>(1 / value) : T(0)) {}
-  bool active() const { return cap > 0; }
-
-  // tanh(x / cap): the score is cap times it, the derivative of the score 1 - its square.
-  template <class D, class V = hn::Vec<D>>
-  HWY_INLINE V Tanh(D d, V x) const {
-    return TanhOrNan(d, hn::Mul(x, hn::Set(d, inverse)));
-  }
-};
 
 }  // namespace dualkv::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

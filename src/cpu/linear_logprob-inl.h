@@ -90,9 +90,7 @@ class Logits {
         hidden_stride_(params.hidden_row_stride),
         weight_stride_(params.weight_row_stride),
         dim_(params.hidden_dim),
-        capped_(params.softcap > 0),
-        cap_(static_cast<T>(params.softcap)),
-        inverse_cap_(static_cast<T>(capped_ ? 1 / params.softcap : 0)),
+        softcap_(params.softcap),
         inverse_temperature_(static_cast<T>(1 / params.temperature)) {}
 
   const Element* HiddenOf(int64_t slot) const { return hidden_ + rows_.RowOf(slot) * hidden_stride_; }
@@ -144,9 +142,9 @@ class Logits {
   HWY_INLINE V Logit(D d, V product, T bias, V& slope) const {
     V x = hn::Add(product, hn::Set(d, bias));
     slope = hn::Set(d, inverse_temperature_);
-    if (capped_) {
-      const V tanh = TanhOrNan(d, hn::Mul(x, hn::Set(d, inverse_cap_)));
-      x = hn::Mul(tanh, hn::Set(d, cap_));
+    if (softcap_.active()) {
+      const V tanh = softcap_.Tanh(d, x);
+      x = hn::Mul(tanh, hn::Set(d, softcap_.cap));
       slope = hn::Mul(slope, hn::NegMulAdd(tanh, tanh, hn::Set(d, T(1))));
     }
     return hn::Mul(x, hn::Set(d, inverse_temperature_));
@@ -160,9 +158,7 @@ class Logits {
   const int64_t hidden_stride_;
   const int64_t weight_stride_;
   const int64_t dim_;
-  const bool capped_;
-  const T cap_;
-  const T inverse_cap_;
+  const Softcap<T> softcap_;
   const T inverse_temperature_;
 };
 

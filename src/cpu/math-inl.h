@@ -27,6 +27,23 @@ HWY_INLINE V TanhOrNan(D d, V x) {
   return hn::IfThenElse(hn::IsNaN(x), x, hn::Tanh(d, x));
 }
 
+// A score or logit x becomes cap * tanh(x / cap); cap 0 leaves it.
+template <class T>
+struct Softcap {
+  T cap;
+  T inverse;
+
+  explicit Softcap(double value)
+      : cap(static_cast<T>(value)), inverse(value > 0 ? static_cast<T>(1 / value) : T(0)) {}
+  bool active() const { return cap > 0; }
+
+  // tanh(x / cap): the capped value is cap times it, and its derivative 1 - its square.
+  template <class D, class V = hn::Vec<D>>
+  HWY_INLINE V Tanh(D d, V x) const {
+    return TanhOrNan(d, hn::Mul(x, hn::Set(d, inverse)));
+  }
+};
+
 }  // namespace dualkv::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 

@@ -1,7 +1,7 @@
 #include "cpu/parallel.h"
 
 #include <algorithm>
-#include <system_error>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -18,7 +18,7 @@ void RunWorkers(int workers, void (*body)(void* context, int worker), void* cont
   for (int worker = 1; worker < workers; ++worker) {
     try {
       threads.emplace_back(body, context, worker);
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
       break;  // no more threads to be had: those that run take all tasks
     }
   }

@@ -260,6 +260,11 @@ TEST_F(AttentionErrors, Numbers) {
   ExpectForward({"softcap", "-2"});
   params_.forward.softcap = NAN;
   ExpectForward({"softcap", "nan"});
+  params_.forward.softcap = 1e-50;
+  ExpectForward({"softcap", "accumulation type", "1e-50"});
+  params_.forward.softcap = 0;
+  params_.forward.scale = 1e300;
+  ExpectForward({"scale", "accumulation type", "1e+300"});
 }
 TEST_F(AttentionErrors, Enumerations) {
   params_.forward.dtype = 4;
@@ -334,6 +339,8 @@ TEST(Half, ConversionsRoundToNearestEven) {
   EXPECT_EQ(half(65520.0f), INFINITY);
   EXPECT_EQ(half(1.0f + 0x1p-11f), 1.0f);  // a tie goes to the even neighbour
   EXPECT_EQ(half(1.0f + 3 * 0x1p-11f), 1.0f + 0x1p-9f);
+  EXPECT_EQ(core::ToFloat(Float16{1}), 0x1p-24f);
+  EXPECT_EQ(core::ToFloat(Float16{0x83ff}), -0x1.ff8p-15f);
   EXPECT_EQ(half(0x1p-25f), 0.0f);
   EXPECT_EQ(half(0x1.8p-25f), 0x1p-24f);
   EXPECT_EQ(half(-0x1p-14f + 0x1p-25f), -0x1p-14f);

@@ -81,6 +81,7 @@ TEST(Forest, LargeLengthsDoNotOverflow) {
   const Forest forest = Forest::FromSegments(lengths, parents);
   const int64_t n = (int64_t{1} << 30) - 7;
   EXPECT_EQ(forest.VisiblePairs(), n * (n + 1) / 2);
+  EXPECT_EQ(forest.VisiblePairs(INT64_MAX), n * (n + 1) / 2);
   EXPECT_EQ(forest.segments()[1].position, 1 << 29);
 }
 

@@ -79,8 +79,7 @@ TEST_F(LinearLogprobRefuses, UnknownDevice) {
 
 TEST_F(LinearLogprobRefuses, DeviceWithoutKernels) {
   forward_.device = DUALKV_CUDA;
-  ExpectRefused("this build has no CUDA kernels; move the tensors to the CPU or build with CUDA",
-                DUALKV_UNSUPPORTED);
+  ExpectRefused("this build has no CUDA kernels: move the tensors to the CPU", DUALKV_UNSUPPORTED);
 }
 
 TEST_F(LinearLogprobRefuses, UnknownDtype) {
@@ -132,6 +131,8 @@ TEST_F(LinearLogprobRefuses, TemperatureNotFiniteOrNotPositive) {
   ExpectRefused("temperature must be finite and > 0, got inf");
   forward_.temperature = std::numeric_limits<double>::quiet_NaN();
   ExpectRefused("temperature must be finite and > 0, got nan");
+  forward_.temperature = 1e-39;
+  ExpectRefused("temperature must be > 0 and so must its inverse in the accumulation type, got 1e-39");
 }
 
 TEST_F(LinearLogprobRefuses, SoftcapNotFiniteOrNegative) {
@@ -139,15 +140,17 @@ TEST_F(LinearLogprobRefuses, SoftcapNotFiniteOrNegative) {
   ExpectRefused("softcap must be finite and >= 0, got -1");
   forward_.softcap = std::numeric_limits<double>::quiet_NaN();
   ExpectRefused("softcap must be finite and >= 0, got nan");
+  forward_.softcap = 1e39;
+  ExpectRefused("softcap must be > 0 and so must its inverse in the accumulation type, got 1e+39");
 }
 
 TEST_F(LinearLogprobRefuses, NullArrays) {
   const dualkv_linear_logprob_params kept = forward_;
   forward_.hidden = nullptr;
-  ExpectRefused("hidden must not be NULL for 4 rows");
+  ExpectRefused("hidden must not be NULL for 4 entries");
   forward_ = kept;
   forward_.weight = nullptr;
-  ExpectRefused("weight must not be NULL for 7 rows");
+  ExpectRefused("weight must not be NULL for 7 entries");
   forward_ = kept;
   forward_.rows = nullptr;
   ExpectRefused("rows must not be NULL for 4 entries");
@@ -165,14 +168,6 @@ TEST_F(LinearLogprobRefuses, NullArrays) {
   ExpectBackwardRefused("lse must not be NULL for 4 entries");
 }
 
-TEST_F(LinearLogprobRefuses, OverlappingRows) {
-  forward_.hidden_row_stride = 2;
-  ExpectRefused("hidden_row_stride must be >= hidden_dim, got 2 and 3");
-  forward_.hidden_row_stride = 3;
-  forward_.weight_row_stride = 0;
-  ExpectRefused("weight_row_stride must be >= hidden_dim, got 0 and 3");
-}
-
 TEST_F(LinearLogprobRefuses, RowOutOfRange) {
   problem_.rows[2] = 4;
   ExpectRefused("rows[2] must be 0 to 3, got 4");
@@ -187,7 +182,6 @@ TEST_F(LinearLogprobRefuses, TargetOutOfRange) {
   ExpectRefused("targets[1] must be 0 to 6, or -100 to ignore it, got -1");
 }
 
-// The stride of a single row is never used.
 TEST(LinearLogprobAccepts, AnyStrideOfASingleRow) {
   LogprobProblem<float> problem({.rows = 1, .dim = 3, .vocab = 1, .targets = 1}, 2);
   problem.hidden_stride = 0;
