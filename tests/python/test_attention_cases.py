@@ -10,55 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import dualkv
-from reference import assert_right, results
-
-WIDE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def attend(inputs, forest, dout, dlse=None, sinks=None, **options):
-    return results(
-        lambda q, k, v, sinks: dualkv.attention(q, k, v, forest, sinks=sinks, return_lse=True, **options),
-        inputs,
-        sinks,
-        dout,
-        dlse,
-    )
-
-
-def normal(rows, q_heads, kv_heads, dim, dtype, seed=0, scale=1.0):
-    """Normal q, k, v and dout."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(rows, heads, dim, generator=generator) * scale).to(dtype)
-        for heads in (q_heads, kv_heads, kv_heads, q_heads)
-    ]
-
-
-class ThreeAndTwoAndOne:
-    """A prompt of 3 rows and responses of 2 and 1, all scores equal; values 1, 2, 3 | 4, 5 | 10."""
-
-    out = torch.tensor([1, 1.5, 2, 2.5, 3, 4])
-    lse = torch.tensor([0, 0.693147, 1.098612, 1.386294, 1.609438, 1.386294])
-    dv = torch.tensor([2.533333, 1.533333, 1.033333, 0.45, 0.2, 0.25])
-
-    def __init__(self, responses=(2, 1), dtype=torch.float32, dim=8):
-        self.forest = dualkv.SegmentForest.from_groups([3], [list(responses)])
-        values = torch.tensor([1.0, 2, 3, 4, 5, 10])
-        self.inputs = [
-            torch.zeros(6, 1, dim, dtype=dtype),
-            torch.randn(6, 1, dim, generator=torch.Generator().manual_seed(0)).to(dtype),
-            values.view(6, 1, 1).expand(6, 1, dim).contiguous().to(dtype),
-        ]
-        self.dout = torch.ones(6, 1, dim, dtype=dtype)
-
-    def check(self, found):
-        dtype = found["out"].dtype
-        assert torch.equal(found["out"].float(), self.out.view(6, 1, 1).expand(found["out"].shape))
-        torch.testing.assert_close(found["lse"], self.lse.view(1, 6), rtol=0, atol=1e-5)
-        rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
-        dv = self.dv.view(6, 1, 1).expand(found["dv"].shape)
-        torch.testing.assert_close(found["dv"].float(), dv, rtol=1e-6 + rounding, atol=1e-6)
-        assert torch.equal(found["dk"], torch.zeros_like(found["dk"]))
+from cases import WIDE_AND_HALF, ThreeAndTwoAndOne, attend, normal
+from reference import assert_right
 
 
 @pytest.mark.parametrize("dtype", WIDE_AND_HALF)
@@ -212,7 +165,9 @@ def test_C3_more_responses_than_a_launch_grid_is_wide():
     few = normal(17, 1, 1, 64, torch.float32)
     q, k, v, dout = (torch.cat([x[:16], x[16:].expand(count, 1, 64)]) for x in few)
     found = attend((q, k, v), forest, dout)
-    one = attend(few[:3], dualkv.SegmentForest.from_groups([16], [[1]]), few[3])
+    single = dualkv.SegmentForest.from_groups([16], [[1]])
+    one = attend(few[:3], single, few[3])
+    assert_right(one, few[:3], single, None, few[3], None, "one response", scale=64**-0.5)
     for name in ("out", "dq", "dk", "dv"):
         assert torch.equal(found[name][16:], one[name][16:].expand(count, 1, 64)), name
     assert torch.equal(found["lse"][:, 16:], one["lse"][:, 16:].expand(1, count))
@@ -273,12 +228,17 @@ def test_D4_softcap_and_its_gradient():
 def test_E1_gradients_without_strides_and_transposed():
     case = ThreeAndTwoAndOne()
     contiguous = attend(case.inputs, case.forest, case.dout)
+    case.check(contiguous)
     q, k, v = (x.clone().requires_grad_() for x in case.inputs)
     dualkv.attention(q, k, v, case.forest).sum().backward()  # its gradient has strides 0, 0, 0
-    transposed = torch.ones(8, 1, 6).permute(2, 1, 0)
-    for found in ({"dq": q.grad, "dk": k.grad, "dv": v.grad}, attend(case.inputs, case.forest, transposed)):
-        for name in ("dq", "dk", "dv"):
-            assert torch.equal(found[name], contiguous[name]), name
+    found = {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+    for name in found:
+        assert torch.equal(found[name], contiguous[name]), name
+    dout = torch.randn(6, 1, 8, generator=torch.Generator().manual_seed(0))
+    transposed = dout.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    found, contiguous = (attend(case.inputs, case.forest, x) for x in (transposed, dout))
+    for name in contiguous:
+        assert torch.equal(found[name], contiguous[name]), name
 
 
 @pytest.mark.parametrize("dtype", WIDE_AND_HALF)
@@ -302,12 +262,13 @@ def test_E2_tensors_of_different_layouts(dtype):
         assert torch.equal(found[name], expected[name]), name
 
 
+@pytest.mark.parametrize("heads", [8, 1])
 @pytest.mark.parametrize("stride", [1, 7, 2**40])
-def test_E5_any_stride_of_a_single_head(stride):
+def test_E5_any_stride_of_a_single_head(stride, heads):
     forest = dualkv.SegmentForest.from_groups([64], [[16]])
-    q, k, v, dout = normal(80, 8, 1, 128, torch.bfloat16)
-    odd = [x.as_strided((80, 1, 128), (128, stride, 1)) for x in (k, v)]
-    expected, found = attend((q, k, v), forest, dout), attend((q, *odd), forest, dout)
+    *inputs, dout = normal(80, heads, 1, 128, torch.bfloat16)
+    odd = [x.as_strided(x.shape, (128, stride, 1)) if x.shape[1] == 1 else x for x in inputs]
+    expected, found = attend(inputs, forest, dout), attend(odd, forest, dout)
     for name in expected:
         assert torch.equal(found[name], expected[name]), name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -111,15 +112,21 @@ def test_same_bits_in_every_run_and_with_any_number_of_threads(seed, threads):
 
 
 def test_K1_temperature_of_log_probability_entropy_and_gradient():
-    hidden, weight = torch.tensor([[2.0]]), torch.tensor([[1.0], [0.0]])  # logits 2, 0
+    weight = torch.tensor([[1.0], [0.0]])  # logits 2, 0
     rows, targets = torch.tensor([0, 0]), torch.tensor([0, 1])
     for temperature, logp, entropy in (
         (1.0, [-0.126928, -2.126928], 0.365334),
         (0.5, [-0.0181499, -4.0181499], 0.0900948),
     ):
+        hidden = torch.tensor([[2.0]], requires_grad=True)
         found = dualkv.linear_logprob(hidden, weight, rows, targets, temperature=temperature)
         torch.testing.assert_close(found[0], torch.tensor(logp), rtol=0, atol=1e-6)
         torch.testing.assert_close(found[1], torch.full((2,), entropy), rtol=0, atol=1e-6)
+        # d logp[0] / d logit[0] is (1 - p) / temperature, and logit[0] is the hidden state
+        (gradient,) = torch.autograd.grad(found[0][0], hidden)
+        assert abs(gradient.item() - (1 - math.exp(logp[0])) / temperature) < 1e-6
+    with pytest.raises(ValueError, match="temperature must be .*got 0"):
+        dualkv.linear_logprob(hidden, weight, rows, targets, temperature=0.0)
 
 
 def test_M1_every_target_has_an_upstream_gradient_of_its_own():
@@ -137,12 +144,16 @@ def test_M1_every_target_has_an_upstream_gradient_of_its_own():
 
 def test_M3_ignored_targets_and_a_vocabulary_that_is_no_multiple_of_anything():
     torch.manual_seed(0)
-    hidden, weight = torch.randn(4, 8), torch.randn(7, 8)
-    rows = torch.arange(4)
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(7, 8, requires_grad=True)
+    rows, kept = torch.arange(4), [0, 2, 3]
     logp, entropy = dualkv.linear_logprob(hidden, weight, rows, torch.tensor([3, -100, 6, 0]))
-    without = dualkv.linear_logprob(hidden, weight, rows[[0, 2, 3]], torch.tensor([3, 6, 0]))
+    without = dualkv.linear_logprob(hidden, weight, rows[kept], torch.tensor([3, 6, 0]))
     assert logp[1] == 0 and entropy[1] == 0
-    assert torch.equal(logp[[0, 2, 3]], without[0]) and torch.equal(entropy[[0, 2, 3]], without[1])
+    assert torch.equal(logp[kept], without[0]) and torch.equal(entropy[kept], without[1])
+    found = torch.autograd.grad(logp.sum() + entropy.sum(), (hidden, weight))
+    assert not found[0][1].any()
+    for gradient, right in zip(found, torch.autograd.grad(sum(x.sum() for x in without), (hidden, weight))):
+        torch.testing.assert_close(gradient, right, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match=r"targets\[3\] .*0 to 6.*got 7"):
         dualkv.linear_logprob(hidden, weight, rows, torch.tensor([3, -100, 6, 7]))
 
@@ -202,9 +213,29 @@ def test_M5_a_weight_shared_with_the_embedding_gets_both_gradients():
         hidden = torch.tanh(weight[batch.input_ids])
         return function(hidden, weight, None, batch.target_rows, batch.target_ids)[0].sum()
 
+    for _ in range(2):  # the second time with other values: nothing of the first may be left
+        (found,) = torch.autograd.grad(loss(fused), weight)
+        (expected,) = torch.autograd.grad(loss(unfused), weight)
+        torch.testing.assert_close(found, expected)
+        with torch.no_grad():
+            weight -= 0.5 * expected
+
+
+def test_M5_a_float32_head_leaves_a_bfloat16_embedding_as_it_is():
+    torch.manual_seed(0)
+    weight = torch.randn(11, 4).bfloat16().requires_grad_()
+    before = weight.detach().clone()
+    batch = dualkv.pack([[1, 2, 3]], [[[4, 5]]])
+
+    def loss(function):
+        hidden = torch.tanh(weight[batch.input_ids].float())
+        return function(hidden, weight.float(), None, batch.target_rows, batch.target_ids)[0].sum()
+
     (found,) = torch.autograd.grad(loss(fused), weight)
     (expected,) = torch.autograd.grad(loss(unfused), weight)
+    assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected)
+    assert weight.dtype == torch.bfloat16 and torch.equal(weight, before)
 
 
 def test_autocast_casts_and_gradients_return_in_each_inputs_type():

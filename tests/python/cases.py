@@ -1,0 +1,56 @@
+"""Calls of dualkv.attention with known answers, shared by the tests of cases."""
+
+from __future__ import annotations
+
+import torch
+
+import dualkv
+from reference import results
+
+WIDE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def attend(inputs, forest, dout, dlse=None, sinks=None, **options):
+    return results(
+        lambda q, k, v, sinks: dualkv.attention(q, k, v, forest, sinks=sinks, return_lse=True, **options),
+        inputs,
+        sinks,
+        dout,
+        dlse,
+    )
+
+
+def normal(rows, q_heads, kv_heads, dim, dtype, seed=0, scale=1.0):
+    """Normal q, k, v and dout."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(rows, heads, dim, generator=generator) * scale).to(dtype)
+        for heads in (q_heads, kv_heads, kv_heads, q_heads)
+    ]
+
+
+class ThreeAndTwoAndOne:
+    """A prompt of 3 rows and responses of 2 and 1, all scores equal; values 1, 2, 3 | 4, 5 | 10."""
+
+    out = torch.tensor([1, 1.5, 2, 2.5, 3, 4])
+    lse = torch.tensor([0, 0.693147, 1.098612, 1.386294, 1.609438, 1.386294])
+    dv = torch.tensor([2.533333, 1.533333, 1.033333, 0.45, 0.2, 0.25])
+
+    def __init__(self, responses=(2, 1), dtype=torch.float32, dim=8):
+        self.forest = dualkv.SegmentForest.from_groups([3], [list(responses)])
+        values = torch.tensor([1.0, 2, 3, 4, 5, 10])
+        self.inputs = [
+            torch.zeros(6, 1, dim, dtype=dtype),
+            torch.randn(6, 1, dim, generator=torch.Generator().manual_seed(0)).to(dtype),
+            values.view(6, 1, 1).expand(6, 1, dim).contiguous().to(dtype),
+        ]
+        self.dout = torch.ones(6, 1, dim, dtype=dtype)
+
+    def check(self, found):
+        dtype = found["out"].dtype
+        assert torch.equal(found["out"].float(), self.out.view(6, 1, 1).expand(found["out"].shape))
+        torch.testing.assert_close(found["lse"], self.lse.view(1, 6), rtol=0, atol=1e-5)
+        rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+        dv = self.dv.view(6, 1, 1).expand(found["dv"].shape)
+        torch.testing.assert_close(found["dv"].float(), dv, rtol=1e-6 + rounding, atol=1e-6)
+        assert torch.equal(found["dk"], torch.zeros_like(found["dk"]))

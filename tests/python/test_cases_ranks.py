@@ -1,0 +1,112 @@
+"""Cases of several ranks, with processes of their own: J4 a group split over two ranks, J7 ranks that have
+nothing left to do while others go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+from datetime import timedelta
+
+import pytest
+import torch
+
+import dualkv
+from tiny_policy import TinyPolicy, assert_close, random_groups
+
+# Nine groups; the last has four responses, for a split.
+SIZES = [(2 + g, (3, 1 + g)) for g in range(8)] + [(9, (4, 1, 6, 3))]
+WATCHDOG_SECONDS = 60
+
+
+def micro_batch(policy, prompts, responses, weights):
+    """Loss, number of scored tokens and gradients of a step."""
+    batch = dualkv.pack(prompts, responses)
+    loss = (policy.logprobs(batch) * weights).sum()
+    return loss.detach(), len(batch.target_ids), policy.gradients(loss)
+
+
+def token_weights(responses) -> torch.Tensor:
+    """For each response a weight of its own, which does not depend on where the response is packed."""
+    return torch.tensor([1.0 + 0.25 * (sum(r) % 7) for group in responses for r in group for _ in r])
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 2, 2), (3, 3, 3, 0)])
+def test_J7_nine_groups_over_four_ranks(sizes):
+    """A rank without groups, as a split into chunks of equal size leaves one, runs an empty pack: loss 0, no
+    tokens, gradients of 0."""
+    policy = TinyPolicy(torch.float32)
+    prompts, responses = random_groups(SIZES)
+    whole_loss, whole_tokens, whole_gradients = micro_batch(
+        policy, prompts, responses, token_weights(responses)
+    )
+    loss, tokens, sums, begin = torch.zeros(()), 0, [torch.zeros_like(x) for x in policy.weights], 0
+    for size in sizes:
+        own = responses[begin : begin + size]
+        part = micro_batch(policy, prompts[begin : begin + size], own, token_weights(own))
+        if size == 0:
+            assert part[0].item() == 0.0 and part[1] == 0
+            assert not any(gradient.any() for gradient in part[2])
+        loss, tokens, sums = loss + part[0], tokens + part[1], [x + y for x, y in zip(sums, part[2])]
+        begin += size
+    assert tokens == whole_tokens
+    assert_close(loss, whole_loss, 1e-6)
+    assert_close(sums, whole_gradients, 1e-6)
+
+
+# What each of two ranks does in three steps: groups of SIZES, and which of their responses.
+STEPS = (
+    (([0, 1], slice(None)), ([2, 3], slice(None))),
+    (([8], slice(0, 3)), ([8], slice(3, 4))),  # a split group: each part carries the prompt
+    (([4, 5, 6, 7], slice(None)), ([], slice(None))),  # nothing is left for the second rank
+)
+
+
+def run_rank(rank: int, store_path: str, connection) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store_path}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=WATCHDOG_SECONDS),
+    )
+    policy = TinyPolicy(torch.float32)
+    prompts, responses = random_groups(SIZES)
+    sums, counts = [torch.zeros_like(x) for x in policy.weights], torch.zeros(2)
+    for step in STEPS:
+        groups, part = step[rank]
+        own = [responses[g][part] for g in groups]
+        loss, tokens, gradients = micro_batch(policy, [prompts[g] for g in groups], own, token_weights(own))
+        counts += torch.tensor([loss, tokens])
+        for total, gradient in zip(sums, gradients):
+            torch.distributed.all_reduce(gradient)
+            total += gradient
+    torch.distributed.all_reduce(counts)
+    torch.distributed.destroy_process_group()
+    connection.send([x.tolist() for x in (counts, *sums)])
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_J4_J7_split_groups_and_filler_steps_have_the_gradient_of_one_pack(tmp_path):
+    policy = TinyPolicy(torch.float32)
+    prompts, responses = random_groups(SIZES)
+    loss, tokens, gradients = micro_batch(policy, prompts, responses, token_weights(responses))
+    context = multiprocessing.get_context("spawn")
+    receivers, processes = [], []
+    try:
+        for rank in range(2):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), sender))
+            process.start()
+            sender.close()  # a rank that fails ends the wait for it
+            receivers.append(receiver)
+            processes.append(process)
+        for receiver in receivers:
+            assert receiver.poll(WATCHDOG_SECONDS), "a rank hangs"
+            counts, *sums = (torch.tensor(x) for x in receiver.recv())
+            assert counts[1] == tokens
+            assert_close(counts[0], loss, 1e-6)
+            assert_close(sums, gradients, 1e-6)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
