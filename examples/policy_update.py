@@ -4,7 +4,8 @@
 Reads rollouts, builds advantages, and runs old log-probs, forward, backward and an optimizer step of a small
 Qwen3, once as trainers do today (each response after its own copy of the prompt) and once packed by dualkv
 (each prompt once). Each run has a process of its own, so that its time and peak memory are its own. The
-gradients of the two are compared; the exit status is 1 if they disagree and 2 for bad options or files.
+gradients of the two are compared; the exit status is 1 if they disagree, 2 for bad options or files, and 3 if a
+run fails.
 
     python examples/policy_update.py
     python examples/policy_update.py --algorithm dapo --rollouts my_rollouts.jsonl --model path/to/checkpoint
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
                     baseline, replace(job, dtype=torch.float32), Path(folder), progress, "float32"
                 )
     except RuntimeError as error:
-        parser.exit(1, f"{parser.prog}: {error}\n")
+        parser.exit(3, f"{parser.prog}: {error}\n")
 
     report = {
         "algorithm": options.algorithm,
@@ -133,7 +134,7 @@ def argument_parser() -> argparse.ArgumentParser:
     model.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
     run = parser.add_argument_group("run")
     run.add_argument("--threads", type=positive, default=os.cpu_count(), help="CPU threads")
-    run.add_argument("--seed", type=int, default=0, help="of random weights")
+    run.add_argument("--seed", type=seed, default=0, help="of random weights, 0 to 2^63 - 1")
     run.add_argument(
         "--output", type=Path, default=Path("out/policy_update"), help="folder for JSON and chart"
     )
@@ -144,6 +145,13 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
+    return value
+
+
+def seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 63:
+        raise argparse.ArgumentTypeError(f"must be 0 to 2^63 - 1, got {value}")
     return value
 
 
@@ -218,6 +226,8 @@ def choose_model(options: argparse.Namespace, used_tokens: int, tokenizer_size: 
     if options.model is None:
         if options.heads % options.kv_heads != 0:
             raise ValueError(f"--heads {options.heads} must be a multiple of --kv-heads {options.kv_heads}")
+        if options.head_dim % 2 != 0 or options.head_dim > 512:
+            raise ValueError(f"--head-dim must be even and at most 512, got {options.head_dim}")
         return {
             "vocab_size": max(used_tokens, tokenizer_size),
             "hidden_size": options.hidden_size,
@@ -227,6 +237,8 @@ def choose_model(options: argparse.Namespace, used_tokens: int, tokenizer_size: 
             "num_key_value_heads": options.kv_heads,
             "head_dim": options.head_dim,
         }
+    if not options.model.is_dir():
+        raise ValueError(f"--model must be a folder with a checkpoint, got {options.model}")
     try:
         config = AutoConfig.from_pretrained(options.model, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -31,7 +31,19 @@ def cast_for_autocast(*tensors):
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(
+        x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
+        for x in tensors
+    )
+
+
+def number(x, name: str) -> float:
+    """x as a float. Tensors are refused: they would seem to get a gradient."""
+    if isinstance(x, (int, float)):
+        return x
+    if isinstance(x, (torch.Tensor, str, bytes)) or not hasattr(x, "__float__"):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    return float(x)
 
 
 def require_tensors(**tensors) -> None:
@@ -87,20 +99,22 @@ def int64_vector(values, name: str) -> torch.Tensor:
     """A list, tensor or array of integers as an int64 CPU tensor [n]."""
     if hasattr(values, "tolist"):
         values = torch.as_tensor(values)
+        if values.dim() == 1 and values.numel() == 0:  # without entries a tensor's type says nothing
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         if values.dtype not in INTEGER_DTYPES or values.dim() != 1:
             raise TypeError(
                 f"{name} must be a vector of integers, got {values.dtype} of shape {list(values.shape)}"
             )
         return values.to("cpu", torch.int64)
     try:
-        return torch.tensor([operator.index(value) for value in values], dtype=torch.int64)
+        return torch.tensor([operator.index(value) for value in values], dtype=torch.int64, device="cpu")
     except TypeError as error:
         raise TypeError(f"{name} must be a list of integers: {error}") from error
 
 
 def copy_int64(source: int | bytes | None, count: int) -> torch.Tensor:
     """An int64 tensor [count] with a copy of the values in bytes or at an address."""
-    values = torch.empty(count, dtype=torch.int64)
+    values = torch.empty(count, dtype=torch.int64, device="cpu")
     if count > 0:
         ctypes.memmove(values.data_ptr(), source, 8 * count)
     return values

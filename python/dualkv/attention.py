@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from . import _abi
 from ._library import library
@@ -20,6 +19,7 @@ from ._tensors import (
     cast_for_autocast,
     dense_last_dim,
     no_cuda_kernels,
+    number,
     require_dimensions,
     require_same_device,
     require_same_dtype,
@@ -114,7 +114,12 @@ def attend(
         sinks = sinks.to(accumulation_dtype(q.dtype))
     if scale is None:
         scale = q.shape[2] ** -0.5
-    options = (scale, window_argument(window_left), softcap, query_row_begin)
+    options = (
+        number(scale, "scale"),
+        window_argument(window_left),
+        number(softcap, "softcap"),
+        query_row_begin,
+    )
     return _Attention.apply(q, k, v, sinks, segments, options, deterministic)
 
 
@@ -144,15 +149,26 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, sinks, segments, out, lse = ctx.saved_tensors
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
-        dq, dk, dv, dsinks = torch.ops.dualkv.attention_backward(
+        dq, dk, dv, dsinks = _AttentionBackward.apply(
             dout, dlse, q, k, v, sinks, segments, out, lse, *ctx.options, ctx.deterministic
         )
         return dq, dk, dv, None if sinks is None else dsinks, None, None, None
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The gradients, which have none themselves: asking for a second derivative raises."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        return torch.ops.dualkv.attention_backward(*arguments)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError("dualkv.attention can be differentiated once, not twice")
 
 
 _OPTIONS = "float scale, SymInt window_left, float softcap, SymInt query_row_begin"
@@ -212,7 +228,7 @@ def _attention_backward(dout, dlse, q, k, v, sinks, segments, out, lse, *options
     workspace_bytes = ctypes.c_size_t()
     library.dualkv_attention_backward_workspace(ctypes.byref(params), ctypes.byref(workspace_bytes))
     # torch aligns every allocation to at least the 64 bytes that the library asks for.
-    workspace = torch.empty(workspace_bytes.value, dtype=torch.uint8)
+    workspace = torch.empty(workspace_bytes.value, dtype=torch.uint8, device="cpu")
     params.workspace, params.workspace_bytes = address(workspace), workspace.numel()
     library.dualkv_attention_backward(ctypes.byref(params))
     return dq, dk, dv, dsinks
@@ -225,6 +241,14 @@ class _Call:
         q, k, v, out = (dense_last_dim(x) for x in (q, k, v, out))
         sinks = None if sinks is None else sinks.contiguous()
         lse = lse.contiguous()
+        # An operator may be called without `attention`, and must not read past a tensor for it.
+        require_same_dtype(q=q, k=k, v=v, out=out)
+        _require_shapes(q, k, v)
+        for name, x, shape in (("sinks", sinks, q.shape[1:2]), ("lse", lse, (q.shape[1], q.shape[0]))):
+            if x is not None and (x.dtype != accumulation_dtype(q.dtype) or x.shape != shape):
+                raise ValueError(
+                    f"{name} must be {accumulation_dtype(q.dtype)} {list(shape)}, got {x.dtype} {list(x.shape)}"
+                )
         schedule = plan(segments, window_left, query_row_begin)
         self._kept = q, k, v, out, sinks, lse, schedule
         self.params = _abi.dualkv_attention_params(

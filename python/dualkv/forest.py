@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 
 import torch
 
@@ -31,6 +32,7 @@ class SegmentForest:
     segments: torch.Tensor
 
     def __init__(self, segments: torch.Tensor):
+        _require_segments(segments)
         self.segments = segments
 
     @classmethod
@@ -54,7 +56,7 @@ class SegmentForest:
                 "prompt_lengths and response_lengths must have as many groups, "
                 f"got {len(prompts)} and {len(responses)}"
             )
-        counts = torch.tensor([len(group) for group in responses], dtype=torch.int64)
+        counts = int64_vector([len(group) for group in responses], "response_counts")
         flat = torch.cat(responses) if responses else counts
         forest = Handle(
             library.dualkv_forest_create_from_groups,
@@ -120,7 +122,7 @@ class SegmentForest:
 
     def position_ids(self) -> torch.Tensor:
         """Position of each row in its sequence, for rotary embeddings: a new int64 tensor [T]."""
-        positions = torch.empty(self.total_tokens, dtype=torch.int64)
+        positions = torch.empty(self.total_tokens, dtype=torch.int64, device="cpu")
         library.dualkv_forest_position_ids(_forest(self.segments), positions.data_ptr())
         return positions
 
@@ -149,13 +151,23 @@ class SegmentForest:
         return f"SegmentForest(segments={self.num_segments}, trees={trees}, total_tokens={self.total_tokens})"
 
 
+_MAX_ROWS = 1 << 30  # of a forest: a wider window hides nothing
+
+
 def window_argument(window_left: int | None) -> int:
     """window_left as the C library takes it."""
     if window_left is None:
         return _abi.NO_WINDOW
+    if not isinstance(window_left, int):
+        try:
+            window_left = operator.index(window_left)
+        except TypeError:
+            raise TypeError(
+                f"window_left must be an integer or None, got {type(window_left).__name__}"
+            ) from None
     if window_left < 0:
         raise ValueError(f"window_left must be >= 0, or None for no window, got {window_left}")
-    return window_left
+    return window_left if window_left < _MAX_ROWS else _abi.NO_WINDOW
 
 
 def segments_of(forest) -> torch.Tensor:
@@ -163,7 +175,7 @@ def segments_of(forest) -> torch.Tensor:
     view = _abi.dualkv_forest_view()
     library.dualkv_forest_get_view(forest, ctypes.byref(view))
     fields = len(_abi.dualkv_segment._fields_)
-    table = torch.empty(view.num_segments, fields, dtype=torch.int32)
+    table = torch.empty(view.num_segments, fields, dtype=torch.int32, device="cpu")
     if view.num_segments > 0:
         ctypes.memmove(table.data_ptr(), view.segments, table.numel() * 4)
     begin, end, _, _, parent = table.to(torch.int64).unbind(1)
@@ -176,11 +188,15 @@ def plan(segments: torch.Tensor, window_left: int, query_row_begin: int) -> Hand
     Segments that end at or before row `query_row_begin` are keys only. Plans are found by the content of
     `segments`, so that a batch may be described anew in every layer or on a recompute.
     """
+    _require_segments(segments)
+    return _cached_plan(segments.contiguous().numpy().tobytes(), window_left, query_row_begin)
+
+
+def _require_segments(segments: torch.Tensor) -> None:
     if segments.dtype != torch.int64 or segments.dim() != 2 or segments.shape[1] != 2:
         raise ValueError(
             f"segments must be an int64 tensor [S, 2], got {segments.dtype} of shape {list(segments.shape)}"
         )
-    return _cached_plan(segments.contiguous().numpy().tobytes(), window_left, query_row_begin)
 
 
 # The number bounds the memory that plans of past batches hold.

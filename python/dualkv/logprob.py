@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from . import _abi
 from ._library import library
@@ -22,6 +21,7 @@ from ._tensors import (
     cast_for_autocast,
     dense_last_dim,
     no_cuda_kernels,
+    number,
     require_dimensions,
     require_same_device,
     require_same_dtype,
@@ -71,6 +71,7 @@ def linear_logprob(
     require_same_device(hidden=hidden, weight=weight, bias=bias, rows=rows, targets=targets)
     _require_shapes(hidden, weight, bias, rows, targets)
     rows, targets = rows.to(torch.int64), targets.to(torch.int64)
+    temperature, softcap = number(temperature, "temperature"), number(softcap, "softcap")
     return _LinearLogprob.apply(hidden, weight, bias, rows, targets, temperature, softcap)
 
 
@@ -105,14 +106,25 @@ class _LinearLogprob(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dlogprob, dentropy):
         needed = ctx.needs_input_grad[:3]
-        gradients = torch.ops.dualkv.linear_logprob_backward(
+        gradients = _LinearLogprobBackward.apply(
             dlogprob, dentropy, *ctx.saved_tensors, *ctx.options, *needed
         )
         gradients = [gradient if need else None for gradient, need in zip(gradients, needed)]
         return (*gradients, None, None, None, None)
+
+
+class _LinearLogprobBackward(torch.autograd.Function):
+    """The gradients, which have none themselves: asking for a second derivative raises."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        return torch.ops.dualkv.linear_logprob_backward(*arguments)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError("dualkv.linear_logprob can be differentiated once, not twice")
 
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor rows, Tensor targets"
@@ -183,6 +195,17 @@ class _Call:
     """Parameters of a call to the C library, with what they point to kept alive."""
 
     def __init__(self, hidden, weight, bias, rows, targets, temperature, softcap, entropy, lse):
+        # An operator may be called without `linear_logprob`, and must not read past a tensor for it.
+        require_same_dtype(hidden=hidden, weight=weight, bias=bias)
+        _require_shapes(hidden, weight, bias, rows, targets)
+        for name, x, dtype in (
+            ("rows", rows, torch.int64),
+            ("targets", targets, torch.int64),
+            ("entropy", entropy, accumulation_dtype(hidden.dtype)),
+            ("lse", lse, accumulation_dtype(hidden.dtype)),
+        ):
+            if x.dtype != dtype or x.shape != rows.shape:
+                raise ValueError(f"{name} must be {dtype} {list(rows.shape)}, got {x.dtype} {list(x.shape)}")
         hidden, weight = dense_last_dim(hidden), dense_last_dim(weight)
         bias = None if bias is None else bias.contiguous()
         rows, targets, entropy, lse = (x.contiguous() for x in (rows, targets, entropy, lse))

@@ -241,11 +241,15 @@ def _array_address(values: array) -> int:
 
 def _group_numbers(group_ids) -> torch.Tensor:
     """int64 [B]: integers as they are; other ids are numbered in the order in which they appear."""
-    ids = group_ids.tolist() if hasattr(group_ids, "tolist") else list(group_ids)
-    if not all(isinstance(group_id, int) for group_id in ids):
-        numbers = {}
-        ids = [numbers.setdefault(group_id, len(numbers)) for group_id in ids]
-    return torch.tensor(ids, dtype=torch.int64)
+    try:
+        ids = group_ids.tolist() if hasattr(group_ids, "tolist") else list(group_ids)
+        ids = [group_id.item() if hasattr(group_id, "item") else group_id for group_id in ids]
+        if not all(isinstance(group_id, int) and -(2**63) <= group_id < 2**63 for group_id in ids):
+            numbers = {}
+            ids = [numbers.setdefault(group_id, len(numbers)) for group_id in ids]
+    except TypeError as error:
+        raise TypeError(f"group_ids must be a list of an id for each row: {error}") from error
+    return int64_vector(ids, "group_ids")
 
 
 def _packed_batch(batch: Handle, padded_shape: tuple[int, int] | None = None) -> PackedBatch:

@@ -248,14 +248,14 @@ def _read_lines(path: str | Path) -> list[_Record]:
 
 def _parse(place: str, line: bytes) -> Any:
     try:
-        return json.loads(line)
+        text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: not UTF-8 text: {_shorten(line)}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = getattr(error, "msg", "nested too deeply")
-        raise ValueError(
-            f"{place}: not JSON, or cut off ({reason}): {_shorten(line.decode().strip())}"
-        ) from error
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", error)
+        raise ValueError(f"{place}: not JSON, or cut off ({reason}): {_shorten(text.strip())}") from error
 
 
 def _text_group(line: _Record) -> Rollout:
@@ -278,11 +278,12 @@ def _verl_groups(lines: Sequence[_Record]) -> list[Rollout]:
     groups: dict[str, Rollout] = {}
     for line in lines:
         prompt = line.text("input")
-        key = repr((line.values.get("step"), line.values.get("uid", prompt)))
+        uid = line.values.get("uid")
+        key = repr((line.values.get("step"), prompt if uid is None else uid))
         group = groups.setdefault(key, Rollout(prompt, [], []))
         if group.prompt != prompt:
             raise line.fault(
-                f"uid {line.values['uid']!r} has another 'input' than before: {_shorten(prompt)}, not "
+                f"uid {uid!r} has another 'input' than before: {_shorten(prompt)}, not "
                 f"{_shorten(group.prompt)}"
             )
         group.responses.append(line.text("output"))

@@ -38,6 +38,7 @@ inline double SmallestOf(int32_t dtype) {
 }
 
 inline void RequireFinite(int32_t dtype, double value, const char* name) {
+  core::Require(std::isfinite(value), name, " must be finite, got ", value);
   core::Require(std::abs(value) <= LargestOf(dtype), name, " must be finite in the accumulation type, got ",
                 value);
 }
