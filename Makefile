@@ -26,9 +26,10 @@ test: build  ## check the format, then run the C++ and the Python tests
 	ctest --preset dev -j $(JOBS)
 	$(PYTHON) -m pytest -q -n $(JOBS)
 
-bench: build  ## benchmarks of the C++ side, and attention against PyTorch's
+bench: build  ## benchmarks of the C++ side, and attention and log-probs against PyTorch
 	build/bench/dualkv_bench
 	PYTHONPATH=python $(PYTHON) bench/attention.py
+	PYTHONPATH=python $(PYTHON) bench/linear_logprob.py
 
 docs: library  ## draw the pictures of docs/
 	PYTHONPATH=python $(PYTHON) tools/draw_plans.py
