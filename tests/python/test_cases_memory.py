@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dualkv
-from cases import normal
+from cases import WIDE_AND_HALF, normal
 from dualkv import _abi
 from dualkv._library import library
 from dualkv.forest import plan
@@ -41,6 +41,31 @@ def test_I2_the_weight_gradient_before_padding_rows_is_that_of_the_trimmed_run()
 
     # Rows of zeros at the end may change how the matrix product is blocked, and so its rounding.
     torch.testing.assert_close(weight_gradient(rows), weight_gradient(total), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", (*WIDE_AND_HALF, torch.float64))
+def test_I2_hidden_states_that_nothing_scores_may_hold_nan(dtype):
+    """Padding rows, named by ignored targets and by none; the upstream gradient of an ignored target too."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*n, generator=generator).to(dtype) for n in ((6, 8), (7, 8), (7,)))
+    hidden[3:5] = float("nan")
+    rows, targets = torch.tensor([0, 1, 3, 5]), torch.tensor([1, 2, -100, 6])
+    upstream = torch.tensor([1.0, -2.0, float("nan"), 3.0])
+    kept = [0, 1, 3]
+
+    def run(rows, targets, upstream):
+        inputs = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        logp, entropy = dualkv.linear_logprob(*inputs[:2], rows, targets, bias=inputs[2])
+        gradients = torch.autograd.grad((logp, entropy), inputs, 2 * [upstream.to(logp.dtype)])
+        return logp.detach(), entropy.detach(), gradients
+
+    logp, entropy, gradients = run(rows, targets, upstream)
+    right_logp, right_entropy, right_gradients = run(rows[kept], targets[kept], upstream[kept])
+    assert logp[2] == 0 and torch.equal(logp[kept], right_logp)
+    assert entropy[2] == 0 and torch.equal(entropy[kept], right_entropy)
+    assert not gradients[0][2:5].any()
+    for gradient, right in zip(gradients, right_gradients):
+        torch.testing.assert_close(gradient, right)
 
 
 def workspace_bytes(forest, heads: int, kv_heads: int, dim: int, deterministic: bool) -> int:
