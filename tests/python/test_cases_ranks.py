@@ -110,3 +110,21 @@ def test_J4_J7_split_groups_and_filler_steps_have_the_gradient_of_one_pack(tmp_p
         for process in processes:
             process.kill()
             process.join()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-tied", "qwen3-moe"])
+def test_J7_a_filler_step_of_a_transformers_model(name):
+    """A prompt without responses: every weight gets a gradient, as averaging over ranks needs, and it is 0."""
+    pytest.importorskip("transformers")
+    from dualkv.integrations.transformers import packed_logprobs, use_packed_attention
+    from transformers_models import make_model
+
+    model = use_packed_attention(make_model(name))
+    logprobs, entropies = packed_logprobs(model, dualkv.pack([[0]], [[]]))
+    assert logprobs.shape == entropies.shape == (0,)
+    loss = logprobs.sum() + entropies.sum()
+    assert loss.item() == 0.0
+    loss.backward()
+    for parameter_name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None and not gradient.any(), parameter_name
