@@ -111,6 +111,9 @@ def test_B4_raw_scores_below_any_finite_stand_in_for_minus_infinity():
     found = attend((torch.full_like(dout, 44.0), torch.full_like(v, -44.0), v), forest, dout)
     mean = v.float().cumsum(0) / torch.arange(1, 76).view(75, 1, 1)
     torch.testing.assert_close(found["out"].float(), mean, rtol=0.02, atol=0.02 * mean.abs().max().item())
+    assert (found["out"].abs().amax(dim=2) > 0).all()
+    for name in ("dq", "dk", "dv"):
+        assert found[name].isfinite().all(), name
     lse = -44 * 44 * math.sqrt(128) + torch.arange(1, 76).double().log()
     torch.testing.assert_close(found["lse"][0].double(), lse, rtol=0, atol=0.02)  # float32's are 0.002 apart
 
@@ -138,9 +141,11 @@ def test_B6_rows_whose_window_has_left_the_prompt(dtype):
     forest = dualkv.SegmentForest.from_groups([4], [[6]])
     v = torch.arange(1.0, 11).view(10, 1, 1).expand(10, 1, 8).to(dtype)
     zeros = torch.zeros(10, 1, 8, dtype=dtype)
-    out, lse = dualkv.attention(zeros, zeros, v, forest, window_left=1, return_lse=True)
-    assert out[:, 0, 0].tolist() == [1, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5]
-    torch.testing.assert_close(lse[0], torch.tensor([0.0] + 9 * [math.log(2)]), rtol=0, atol=1e-6)
+    found = attend((zeros, zeros, v), forest, torch.ones_like(zeros), window_left=1)
+    assert found["out"][:, 0, 0].tolist() == [1, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5]
+    assert found["dv"][:, 0, 0].tolist() == [1.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5]
+    assert not found["dq"].any() and not found["dk"].any()
+    torch.testing.assert_close(found["lse"][0], torch.tensor([0.0] + 9 * [math.log(2)]), rtol=0, atol=1e-6)
 
 
 def test_B7_lse_is_a_natural_logarithm():
