@@ -5,13 +5,14 @@
 #include <iostream>
 #include <locale>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "estimate.h"
 #include "rollout_reader.h"
 
 namespace dualkv::cli {
 namespace {
+
+using nlohmann::ordered_json;
 
 constexpr int kFailure = 2;  // exit status of bad input and bad arguments
 constexpr int kBarWidth = 40;
@@ -27,25 +28,25 @@ struct Arguments {
 
 // --------------------------------------------------------------------------------------------------- JSON
 
-nlohmann::ordered_json ToJson(const Comparison& work) {
+ordered_json ToJson(const Comparison& work) {
   return {{"replicated_tokens", work.replicated.tokens}, {"packed_tokens", work.packed.tokens},
           {"token_ratio", work.token_ratio()},           {"replicated_pairs", work.replicated.pairs},
           {"packed_pairs", work.packed.pairs},           {"attention_ratio", work.attention_ratio()}};
 }
 
-template <class T>
-nlohmann::ordered_json OrNull(const std::optional<T>& value) {
-  return value ? nlohmann::ordered_json(*value) : nullptr;
-}
-
 void PrintJson(std::ostream& out, const Arguments& arguments, bool is_text, const Estimate& estimate) {
-  nlohmann::ordered_json object = {
-      {"groups", estimate.groups},
-      {"responses", estimate.responses},
-      {"bytes_per_token", is_text ? nlohmann::ordered_json(arguments.bytes_per_token) : nullptr},
-      {"window_left", OrNull(arguments.options.window_left)}};
+  ordered_json object = {{"groups", estimate.groups},
+                         {"responses", estimate.responses},
+                         {"bytes_per_token", nullptr},
+                         {"window_left", nullptr}};
+  if (is_text) {
+    object["bytes_per_token"] = arguments.bytes_per_token;
+  }
+  if (arguments.options.window_left) {
+    object["window_left"] = *arguments.options.window_left;
+  }
   object.update(ToJson(estimate.work));
-  object["histogram"] = nlohmann::ordered_json::array();
+  object["histogram"] = ordered_json::array();
   for (const HistogramBin& bin : estimate.histogram) {
     object["histogram"].push_back({{"begin", bin.begin}, {"end", bin.end}, {"groups", bin.groups}});
   }
