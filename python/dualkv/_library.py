@@ -24,7 +24,8 @@ def find() -> Path:
     checkout = package.parents[1]
     candidates = [package / _FILE_NAME]
     if (checkout / "include/dualkv/dualkv.h").is_file():
-        candidates += [checkout / "build" / _FILE_NAME, *sorted((checkout / "build").glob(f"*/{_FILE_NAME}"))]
+        # Not in the folders below build/: they hold builds with sanitizers, which Python cannot load.
+        candidates.append(checkout / "build" / _FILE_NAME)
     for path in candidates:
         if path.is_file():
             return path

@@ -170,14 +170,24 @@ def test_a_missing_library_says_where_it_was_looked_for_and_what_to_do(monkeypat
         _library.find()
 
 
-def test_the_library_is_looked_for_beside_the_package_first_and_then_in_the_build_folder(
-    monkeypatch, tmp_path
-):
+@pytest.fixture
+def checkout(monkeypatch, tmp_path):
+    """A source checkout without a library, which the package takes for its own; returns its package folder."""
     package = tmp_path / "python/dualkv"
-    for path in (package, tmp_path / "build/release", tmp_path / "include/dualkv"):
+    for path in (package, tmp_path / "build/asan", tmp_path / "include/dualkv"):
         path.mkdir(parents=True)
     (tmp_path / "include/dualkv/dualkv.h").touch()
     monkeypatch.setattr(_library, "__file__", str(package / "_library.py"))
-    for folder in (tmp_path / "build/release", tmp_path / "build", package):
+    return package
+
+
+def test_the_library_is_looked_for_beside_the_package_first_and_then_in_the_build_folder(checkout, tmp_path):
+    for folder in (tmp_path / "build", checkout):
         (folder / _library._FILE_NAME).touch()
         assert _library.find() == folder / _library._FILE_NAME
+
+
+def test_a_build_with_sanitizers_is_never_found(checkout, tmp_path):
+    (tmp_path / "build/asan" / _library._FILE_NAME).touch()
+    with pytest.raises(ImportError, match="was not found"):
+        _library.find()
