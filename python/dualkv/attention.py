@@ -45,7 +45,7 @@ def attention(
     """Causal attention in which a row sees its own segment up to itself and all of its segment's ancestors.
 
     A row's result does not depend on the rest of the batch: it has the same bits wherever its sequence is
-    packed, and alone.
+    packed, and alone. (A NaN or an infinity, though, can reach rows that share a tile with it.)
 
     Args:
         q: queries [T, H, D]. T may exceed the forest's rows (padding): the rows past the last segment take no
