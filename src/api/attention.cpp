@@ -19,6 +19,8 @@ using dualkv::core::Require;
 namespace {
 
 constexpr int32_t kMaxHeadDim = 512;
+// Offsets into a tensor and the bytes of the workspace are computed in 64 bits.
+constexpr int64_t kMaxElements = int64_t{1} << 56;
 
 // Everything but the pointers to data.
 const Plan& CheckShapes(const dualkv_attention_params& params) {
@@ -42,6 +44,10 @@ const Plan& CheckShapes(const dualkv_attention_params& params) {
   Require(first >= 0 && first <= total, "query_row_begin must be 0 to ", total, ", got ", first);
   Require(params.query_rows >= total - first, "q must have at least the ", total - first,
           " rows of the forest, got ", params.query_rows);
+  const int64_t most = kMaxElements / params.num_heads / params.head_dim;
+  Require(params.query_rows <= most && params.key_rows <= most, "query_rows and key_rows must be at most ",
+          most, " for num_heads ", params.num_heads, " and head_dim ", params.head_dim, ", got ",
+          params.query_rows, " and ", params.key_rows);
   const auto segments = plan.forest.segments();
   for (size_t s = 0; s < segments.size() && segments[s].begin < first; ++s) {
     Require(plan.keys_only[s] || segments[s].begin == segments[s].end,

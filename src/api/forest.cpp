@@ -36,7 +36,8 @@ dualkv_status dualkv_forest_create_from_groups(int64_t num_groups, const int64_t
                                                const int64_t* response_lengths, dualkv_forest** forest) {
   return Guard([&] {
     RequirePointer(forest, "forest");
-    Require(num_groups >= 0, "num_groups must be >= 0, got ", num_groups);
+    Require(num_groups >= 0 && num_groups <= dualkv::core::kMaxRows, "num_groups must be 0 to ",
+            dualkv::core::kMaxRows, ", got ", num_groups);
     const auto counts = Span(response_counts, num_groups, "response_counts");
     int64_t num_responses = 0;
     for (size_t g = 0; g < counts.size(); ++g) {

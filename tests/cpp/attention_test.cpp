@@ -289,6 +289,14 @@ TEST_F(AttentionErrors, Rows) {
   ExpectForward({"query_row_begin", "keys-only", "6"});
   params_.forward.query_row_begin = 9;
   ExpectForward({"query_row_begin", "8", "9"});
+  params_.forward.query_row_begin = 0;
+  size_t bytes = 0;
+  for (int64_t* rows : {&params_.forward.query_rows, &params_.forward.key_rows}) {
+    *rows = std::numeric_limits<int64_t>::max();
+    ExpectInvalid(dualkv_attention_backward_workspace(&params_, &bytes),
+                  {"query_rows and key_rows", "9223372036854775807"});
+    *rows = 8;
+  }
 }
 TEST_F(AttentionErrors, Pointers) {
   params_.forward.q.data = nullptr;

@@ -117,6 +117,8 @@ TEST(Forest, RefusesWhatAreNoGroups) {
                 {"prompt_lengths[1]", "-2"});
   ExpectInvalid(dualkv_forest_create_from_groups(-3, prompts, counts, responses, &forest),
                 {"num_groups", "-3"});
+  ExpectInvalid(dualkv_forest_create_from_groups((int64_t{1} << 30) + 1, prompts, counts, responses, &forest),
+                {"num_groups", "1073741825"});
   ExpectInvalid(dualkv_forest_create_from_groups(2, prompts, counts, nullptr, &forest),
                 {"response_lengths", "NULL"});
   EXPECT_EQ(forest, nullptr);
