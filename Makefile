@@ -2,9 +2,9 @@
 PYTHON := .venv/bin/python
 JOBS := $(shell nproc)
 
-.PHONY: help setup library build demo test bench docs format lint clean
+.PHONY: help setup library build demo test bench docs format lint sanitize asan tsan fuzz valgrind check-wheel clean
 help:  ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 16
 
 setup: .venv/.ready  ## install system packages and .venv
 .venv/.ready: tools/setup.sh requirements-dev.txt
@@ -21,10 +21,31 @@ build: setup  ## build the library, the tests and the benchmarks
 demo: library  ## one GRPO policy update, replicated and packed, side by side
 	PYTHONPATH=python $(PYTHON) examples/policy_update.py --output out/demo
 
-test: build  ## check the format, then run the C++ and the Python tests
+test: build  ## check the format, then run the C++ tests, again with sanitizers, and the Python tests
 	tools/check_format.sh
 	ctest --preset dev -j $(JOBS)
+	$(MAKE) sanitize
 	$(PYTHON) -m pytest -q -n $(JOBS)
+
+sanitize: asan tsan  ## C++ tests under the address, undefined behaviour and thread sanitizers
+asan tsan: setup
+	cmake --preset $@ >/dev/null
+	cmake --build --preset $@ -j $(JOBS)
+	ctest --preset $@ -j $(JOBS)
+
+# Memcheck's long double has the precision of a double: no tests that compare doubles with the long double oracle.
+valgrind: build  ## small C++ tests of the release build under memcheck
+	valgrind --quiet --error-exitcode=1 --leak-check=full build/tests/cpp/dualkv_tests --gtest_brief=1 \
+	  --gtest_filter='Forest*:Pack*:AttentionErrors*:Attention.KeysOnly*:Attention.Nan*:LinearLogprob*Refus*:LinearLogprobOfType/1.BitsOf*:Half*'
+
+fuzz: setup  ## ten minutes of any bytes as calls of the C interface; needs clang-14 and libclang-rt-14-dev
+	cmake --preset fuzz >/dev/null
+	cmake --build --preset fuzz -j $(JOBS) --target abi_fuzz
+	mkdir -p out/corpus/abi
+	build/fuzz/fuzz/abi_fuzz -max_total_time=600 -max_len=600 out/corpus/abi fuzz/corpus/abi
+
+check-wheel:  ## build the wheel from the last commit, try it with the oldest torch; downloads 3 GB
+	tools/check_wheel.sh
 
 bench: build  ## benchmarks of the C++ side, and attention and log-probs against PyTorch
 	build/bench/dualkv_bench

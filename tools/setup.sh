@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 packages=(g++ make cmake ninja-build libhwy-dev nlohmann-json3-dev libcli11-dev libgtest-dev libgmock-dev
-          libbenchmark-dev clang-format clang-tidy python3-venv)
+          libbenchmark-dev clang-format clang-tidy valgrind python3-venv)
 if command -v apt-get >/dev/null; then
   missing=()
   for package in "${packages[@]}"; do
