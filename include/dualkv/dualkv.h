@@ -189,7 +189,8 @@ typedef enum dualkv_dtype {
 
 typedef enum dualkv_device { DUALKV_CPU = 0, DUALKV_CUDA = 1 } dualkv_device;
 
-/* A [rows, heads, head_dim] tensor: element (t, h, d) is at data[t * row_stride + h * head_stride + d]. */
+/* A [rows, heads, head_dim] tensor: element (t, h, d) is at data[t * row_stride + h * head_stride + d].
+ * At most 2^56 elements. */
 typedef struct dualkv_tensor {
   void* data;
   int64_t row_stride;
