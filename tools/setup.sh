@@ -20,6 +20,10 @@ else
   echo "setup: no apt-get here; these Debian packages, or what they are called here, are needed: ${packages[*]}"
 fi
 
+if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+  echo "setup: Python 3.11 or later is needed to develop (the package itself takes 3.9), got $(python3 --version)" >&2
+  exit 1
+fi
 [ -x .venv/bin/python ] || python3 -m venv .venv
 echo "setup: installing the Python packages of requirements-dev.txt into .venv"
 # torch by itself first: packages that depend on it must not choose another version.
