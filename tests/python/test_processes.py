@@ -60,6 +60,12 @@ def results_of(children) -> list[list[list[bytes]]]:
     return results
 
 
+# Where torch sees a GPU it starts a thread for it on the first backward, and then refuses one in a forked child.
+forks_with_gradients = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="torch with a GPU computes no gradients in a forked child"
+)
+
+
 def test_threads_get_the_bits_of_one_caller():
     expected = {seed: use_everything(seed) for seed in (1, 2)}
     seeds = [1, 2] * 6
@@ -68,6 +74,7 @@ def test_threads_get_the_bits_of_one_caller():
             assert result == expected[seed], f"seed {seed}"
 
 
+@forks_with_gradients
 def test_forked_children_get_the_bits_of_their_parent_while_it_works_too(threads, monkeypatch):
     threads(2)
     # torch's own threads, which filling a tensor would start in the parent, hang in the child.
@@ -78,6 +85,7 @@ def test_forked_children_get_the_bits_of_their_parent_while_it_works_too(threads
     assert results_of(children) == [[expected[seed]] * 3 for seed in (1, 2)]
 
 
+@forks_with_gradients
 def test_a_fork_while_another_thread_is_in_the_library_leaves_the_child_whole():
     expected = use_everything(3)
     with ThreadPoolExecutor(1) as pool:
