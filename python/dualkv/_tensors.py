@@ -72,6 +72,14 @@ def require_same_dtype(**tensors) -> None:
         raise TypeError(f"{', '.join(dtypes)} must be one of {supported}, got {listing}")
 
 
+def require_same_shape(**tensors) -> None:
+    shapes = {name: list(x.shape) for name, x in tensors.items() if x is not None}
+    first = next(iter(shapes.values()))
+    if any(shape != first for shape in shapes.values()):
+        listing = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{', '.join(shapes)} must have the same shape, got {listing}")
+
+
 def require_same_device(**tensors) -> None:
     devices = {name: x.device for name, x in tensors.items() if x is not None}
     first = next(iter(devices.values()))

@@ -23,6 +23,7 @@ from ._tensors import (
     require_dimensions,
     require_same_device,
     require_same_dtype,
+    require_same_shape,
     require_tensors,
     rows_of_heads,
 )
@@ -212,6 +213,8 @@ def _attention_forward(q, k, v, sinks, segments, *options):
 def _attention_backward(dout, dlse, q, k, v, sinks, segments, out, lse, *options_and_deterministic):
     *options, deterministic = options_and_deterministic
     dq, dk, dv, dsinks = _new_gradients(dout, dlse, q, k, v, sinks, segments, out, lse)
+    require_same_shape(out=out, dout=dout)
+    require_same_shape(lse=lse, dlse=dlse)
     dout = dense_last_dim(dout.to(q.dtype))
     dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
     call = _Call(q, k, v, sinks, segments, out, lse, *options)
@@ -244,6 +247,7 @@ class _Call:
         # An operator may be called without `attention`, and must not read past a tensor for it.
         require_same_dtype(q=q, k=k, v=v, out=out)
         _require_shapes(q, k, v)
+        require_same_shape(q=q, out=out)
         for name, x, shape in (("sinks", sinks, q.shape[1:2]), ("lse", lse, (q.shape[1], q.shape[0]))):
             if x is not None and (x.dtype != accumulation_dtype(q.dtype) or x.shape != shape):
                 raise ValueError(

@@ -25,6 +25,7 @@ from ._tensors import (
     require_dimensions,
     require_same_device,
     require_same_dtype,
+    require_same_shape,
     require_tensors,
 )
 
@@ -177,6 +178,7 @@ def _linear_logprob_backward(
         dlogprob, dentropy, hidden, weight, bias, rows, targets, entropy, lse, temperature, softcap, *needed
     )
     call = _Call(hidden, weight, bias, rows, targets, temperature, softcap, entropy, lse)
+    require_same_shape(lse=lse, dlogprob=dlogprob, dentropy=dentropy)
     dlogprob, dentropy = (None if x is None else x.to(lse.dtype).contiguous() for x in (dlogprob, dentropy))
     dhidden, dweight, dbias = (address(x) if need else None for x, need in zip(gradients, needed))
     params = _abi.dualkv_linear_logprob_backward_params(

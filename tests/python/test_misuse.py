@@ -103,6 +103,12 @@ def test_operators_called_directly_do_not_read_past_their_tensors():
         forward(q, k.double(), v, None, *options)
     with pytest.raises(ValueError, match=r"sinks must be torch.float32 \[2\], got torch.float16 \[1\]"):
         forward(q, k, v, torch.zeros(1, dtype=torch.float16), *options)
+    out, lse = forward(q, k, v, None, *options)
+    backward = torch.ops.dualkv.attention_backward
+    with pytest.raises(ValueError, match="out, dout must have the same shape"):
+        backward(out[:1], None, q, k, v, None, options[0], out, lse, *options[1:], False)
+    with pytest.raises(ValueError, match="lse, dlse must have the same shape"):
+        backward(out, lse[:1], q, k, v, None, options[0], out, lse, *options[1:], False)
     with pytest.raises(ValueError, match="rows must be torch.int64"):
         one = torch.tensor([0], dtype=torch.int32)
         torch.ops.dualkv.linear_logprob_forward(
