@@ -13,6 +13,7 @@ batch with the prompt before every response.
 
 from ._library import library as _c
 from .attention import attention
+from .device_plan import DevicePlan
 from .forest import SegmentForest
 from .logprob import linear_logprob
 from .packing import PackedBatch, pack, pack_padded
@@ -21,6 +22,7 @@ from .varlen import flash_attn_dualkv_varlen_func
 __version__ = _c.dualkv_version().decode()
 
 __all__ = [
+    "DevicePlan",
     "PackedBatch",
     "SegmentForest",
     "attention",

@@ -143,6 +143,9 @@ class dualkv_attention_params(VersionedStructure):
         ("sinks", c_void_p),
         ("out", dualkv_tensor),
         ("lse", c_void_p),
+        ("device_plan", c_void_p),
+        ("device_plan_bytes", c_size_t),
+        ("stream", c_void_p),
     ]
 
 
@@ -260,6 +263,9 @@ FUNCTIONS = {
     "dualkv_plan_create": (Status, [POINTER(dualkv_plan_params), _HANDLE_OUT]),
     "dualkv_plan_destroy": (None, [c_void_p]),
     "dualkv_plan_get_view": (Status, [c_void_p, POINTER(dualkv_plan_view)]),
+    "dualkv_plan_set_tiles": (Status, [POINTER(dualkv_plan_params), c_int32, c_int32, c_int32, c_int32]),
+    "dualkv_plan_image_bytes": (Status, [c_void_p, POINTER(c_size_t)]),
+    "dualkv_plan_write_image": (Status, [c_void_p, c_void_p, c_size_t]),
     "dualkv_attention_forward": (Status, [POINTER(dualkv_attention_params)]),
     "dualkv_attention_backward_workspace": (
         Status,

@@ -94,6 +94,15 @@ def dense_last_dim(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
+def aligned_heads(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, heads, head_dim], copied only if CUDA kernels cannot read it where it lies: 16 bytes at a time."""
+    taken = [stride for stride, extent in zip(x.stride()[:2], x.shape) if extent > 1]
+    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in taken)
+    if aligned and x.stride(2) == 1 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def rows_of_heads(x: torch.Tensor) -> _abi.dualkv_tensor:
     """x [rows, heads, head_dim] for the C library; the caller keeps x alive."""
     return _abi.dualkv_tensor(x.data_ptr(), x.stride(0), x.stride(1))
@@ -128,7 +137,10 @@ def copy_int64(source: int | bytes | None, count: int) -> torch.Tensor:
     return values
 
 
-def no_cuda_kernels(*arguments, **options):
-    raise NotImplementedError(
-        "this build of dualkv has no CUDA kernels: move the tensors to the CPU, or install a build with CUDA"
-    )
+def no_cuda_kernels(operation: str, advice: str):
+    """An operator's implementation for CUDA where there is none."""
+
+    def refuse(*arguments, **options):
+        raise NotImplementedError(f"{operation} has no CUDA kernels yet: {advice}")
+
+    return refuse

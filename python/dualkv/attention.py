@@ -16,6 +16,7 @@ from ._tensors import (
     DTYPE_CODES,
     accumulation_dtype,
     address,
+    aligned_heads,
     cast_for_autocast,
     dense_last_dim,
     no_cuda_kernels,
@@ -27,6 +28,7 @@ from ._tensors import (
     require_tensors,
     rows_of_heads,
 )
+from .device_plan import DevicePlan, plan_on_device
 from .forest import SegmentForest, plan, window_argument
 
 
@@ -34,7 +36,7 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    forest: SegmentForest,
+    forest: SegmentForest | DevicePlan,
     *,
     scale: float | None = None,
     window_left: int | None = None,
@@ -53,9 +55,10 @@ def attention(
             part, their output and their gradients are 0. D is 1 to 512.
         k: keys [T, Hk, D]; H is a multiple of Hk.
         v: values [T, Hk, D]. q, k and v are float64, float32, bfloat16 or float16, all the same; under
-            torch.autocast they are cast to its type first. Any strides; a last dimension that is not dense is
-            copied.
-        forest: the segments of the batch.
+            torch.autocast they are cast to its type first. Any strides; a tensor that the kernels cannot read
+            where it lies is copied: one whose last dimension is not dense, and on CUDA one whose rows or heads
+            do not all start at multiples of 16 bytes.
+        forest: the segments of the batch; or a DevicePlan, which a captured CUDA graph needs.
         scale: scores are scale * q.k, D ** -0.5 if None. May be 0 or negative.
         window_left: how many earlier positions a row sees besides itself; None for all. A model's window of w
             tokens, which counts the token itself, is window_left = w - 1.
@@ -74,11 +77,16 @@ def attention(
     Raises:
         ValueError: shapes, devices or values that do not fit; the message names the argument and the values.
         TypeError: q, k and v of different or unsupported types.
-        NotImplementedError: tensors on a device that this build has no kernels for.
+        NotImplementedError: there are no kernels for these tensors: on CUDA there are for GPUs of compute
+            capability 9.0 if the build has found nvcc, bfloat16 and float16, head dims that are multiples of 8 up
+            to 128, and the forward pass.
+        RuntimeError: a CUDA graph is being captured and `forest` is no DevicePlan.
     """
     require_tensors(q=q, k=k, v=v)
-    if not isinstance(forest, SegmentForest):
-        raise TypeError(f"forest must be a dualkv.SegmentForest, got {type(forest).__name__}")
+    if not isinstance(forest, (SegmentForest, DevicePlan)):
+        raise TypeError(
+            f"forest must be a dualkv.SegmentForest or a dualkv.DevicePlan, got {type(forest).__name__}"
+        )
     require_dimensions(q, "q", "[T, H, D]")
     require_dimensions(k, "k", "[T, Hk, D]")
     require_dimensions(v, "v", "[T, Hk, D]")
@@ -88,7 +96,7 @@ def attention(
         q,
         k,
         v,
-        forest.segments,
+        forest.image if isinstance(forest, DevicePlan) else forest.segments,
         scale=scale,
         window_left=window_left,
         softcap=softcap,
@@ -173,19 +181,30 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 _OPTIONS = "float scale, SymInt window_left, float softcap, SymInt query_row_begin"
+# Graphs that torch.compile captures by itself leave the operators out: they would keep the address of a plan
+# that its cache may free. torch has this tag from 2.8 on.
+_TAGS = [torch.Tag.pt2_compliant_tag]
+if hasattr(torch.Tag, "cudagraph_unsafe"):
+    _TAGS.append(torch.Tag.cudagraph_unsafe)
 torch.library.define(
     "dualkv::attention_forward",
     f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor segments, {_OPTIONS}) -> (Tensor out, Tensor lse)",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=_TAGS,
 )
 torch.library.define(
     "dualkv::attention_backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor segments, Tensor out, "
     f"Tensor lse, {_OPTIONS}, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=_TAGS,
 )
-torch.library.impl("dualkv::attention_forward", "cuda", no_cuda_kernels)
-torch.library.impl("dualkv::attention_backward", "cuda", no_cuda_kernels)
+torch.library.impl(
+    "dualkv::attention_backward",
+    "cuda",
+    no_cuda_kernels(
+        "the backward pass of dualkv.attention",
+        "wrap the call in torch.no_grad(), or move the tensors to the CPU",
+    ),
+)
 
 
 @torch.library.register_fake("dualkv::attention_forward")
@@ -207,6 +226,19 @@ def _attention_forward(q, k, v, sinks, segments, *options):
     call = _Call(q, k, v, sinks, segments, out, lse, *options)
     library.dualkv_attention_forward(ctypes.byref(call.params))
     return out, lse
+
+
+_CUDA_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@torch.library.impl("dualkv::attention_forward", "cuda")
+def _attention_forward_on_cuda(q, k, v, sinks, *segments_and_options):
+    require_same_device(q=q, k=k, v=v, sinks=sinks)
+    if q.dtype not in _CUDA_DTYPES:
+        supported = " or ".join(map(str, _CUDA_DTYPES))
+        raise NotImplementedError(f"on CUDA, q, k and v must be {supported}, got {q.dtype}")
+    with torch.cuda.device(q.device):  # the C library launches on the current device
+        return _attention_forward(q, k, v, sinks, *segments_and_options)
 
 
 @torch.library.impl("dualkv::attention_backward", "cpu")
@@ -241,7 +273,8 @@ class _Call:
     """Parameters of a call to the C library, with what they point to kept alive."""
 
     def __init__(self, q, k, v, sinks, segments, out, lse, scale, window_left, softcap, query_row_begin):
-        q, k, v, out = (dense_last_dim(x) for x in (q, k, v, out))
+        readable = aligned_heads if q.is_cuda else dense_last_dim
+        q, k, v, out = (readable(x) for x in (q, k, v, out))
         sinks = None if sinks is None else sinks.contiguous()
         lse = lse.contiguous()
         # An operator may be called without `attention`, and must not read past a tensor for it.
@@ -253,10 +286,14 @@ class _Call:
                 raise ValueError(
                     f"{name} must be {accumulation_dtype(q.dtype)} {list(shape)}, got {x.dtype} {list(x.shape)}"
                 )
-        schedule = plan(segments, window_left, query_row_begin)
-        self._kept = q, k, v, out, sinks, lse, schedule
+        if q.is_cuda:
+            schedule, image = plan_on_device(segments, window_left, query_row_begin, q, k)
+            stream = torch.cuda.current_stream().cuda_stream
+        else:
+            schedule, image, stream = plan(segments, window_left, query_row_begin), None, None
+        self._kept = q, k, v, out, sinks, lse, schedule, image
         self.params = _abi.dualkv_attention_params(
-            device=_abi.CPU,
+            device=_abi.CUDA if q.is_cuda else _abi.CPU,
             dtype=DTYPE_CODES[q.dtype],
             num_threads=torch.get_num_threads(),
             num_heads=q.shape[1],
@@ -274,4 +311,7 @@ class _Call:
             sinks=address(sinks),
             out=rows_of_heads(out),
             lse=address(lse),
+            device_plan=address(image),
+            device_plan_bytes=0 if image is None else image.numel(),
+            stream=stream,
         )

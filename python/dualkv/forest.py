@@ -182,14 +182,28 @@ def segments_of(forest) -> torch.Tensor:
     return torch.stack([end - begin, parent], dim=1)
 
 
-def plan(segments: torch.Tensor, window_left: int, query_row_begin: int) -> Handle:
+def plan(
+    segments: torch.Tensor, window_left: int, query_row_begin: int, tiles: tuple[int, ...] = ()
+) -> Handle:
     """The plan of a forest, made once for all layers and steps that use the same one.
 
-    Segments that end at or before row `query_row_begin` are keys only. Plans are found by the content of
-    `segments`, so that a batch may be described anew in every layer or on a recompute.
+    Segments that end at or before row `query_row_begin` are keys only. `tiles`: see `tile_sizes`; those of the
+    CPU if empty. Plans are found by the content of `segments`, so that a batch may be described anew in every
+    layer or on a recompute.
     """
     _require_segments(segments)
-    return _cached_plan(segments.contiguous().numpy().tobytes(), window_left, query_row_begin)
+    return _cached_plan(segments.contiguous().numpy().tobytes(), window_left, query_row_begin, tiles)
+
+
+_TILES = ("forward_query_tile", "forward_key_tile", "backward_query_tile", "backward_key_tile")
+
+
+@functools.lru_cache(maxsize=None)
+def tile_sizes(device: int, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    """The tile sizes, in the order of dualkv_plan_params, of the kernels of a dualkv_device."""
+    params = _abi.dualkv_plan_params()
+    library.dualkv_plan_set_tiles(ctypes.byref(params), device, num_heads, num_kv_heads, head_dim)
+    return tuple(getattr(params, name) for name in _TILES)
 
 
 def _require_segments(segments: torch.Tensor) -> None:
@@ -197,11 +211,15 @@ def _require_segments(segments: torch.Tensor) -> None:
         raise ValueError(
             f"segments must be an int64 tensor [S, 2], got {segments.dtype} of shape {list(segments.shape)}"
         )
+    if segments.device.type != "cpu":
+        raise ValueError(f"segments must be on the CPU, where plans are made, got {segments.device}")
 
 
 # The number bounds the memory that plans of past batches hold.
 @functools.lru_cache(maxsize=64)
-def _cached_plan(segment_bytes: bytes, window_left: int, query_row_begin: int) -> Handle:
+def _cached_plan(
+    segment_bytes: bytes, window_left: int, query_row_begin: int, tiles: tuple[int, ...]
+) -> Handle:
     segments = copy_int64(segment_bytes, len(segment_bytes) // 8).view(-1, 2)
     keys_only = (segments[:, 0].cumsum(0) <= query_row_begin).to(torch.uint8)
     forest = _forest(segments)
@@ -209,6 +227,7 @@ def _cached_plan(segment_bytes: bytes, window_left: int, query_row_begin: int) -
         forest=forest.address,
         window_left=window_left,
         keys_only=keys_only.data_ptr() if query_row_begin > 0 else None,
+        **dict(zip(_TILES, tiles)),
     )
     return Handle(library.dualkv_plan_create, library.dualkv_plan_destroy, ctypes.byref(params))
 

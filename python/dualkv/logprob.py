@@ -141,8 +141,10 @@ torch.library.define(
     "-> (Tensor dhidden, Tensor dweight, Tensor dbias)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-torch.library.impl("dualkv::linear_logprob_forward", "cuda", no_cuda_kernels)
-torch.library.impl("dualkv::linear_logprob_backward", "cuda", no_cuda_kernels)
+for _name in ("linear_logprob_forward", "linear_logprob_backward"):
+    torch.library.impl(
+        f"dualkv::{_name}", "cuda", no_cuda_kernels("dualkv.linear_logprob", "move the tensors to the CPU")
+    )
 
 
 @torch.library.register_fake("dualkv::linear_logprob_forward")

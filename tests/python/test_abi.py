@@ -93,8 +93,8 @@ def test_functions_take_the_arguments_of_the_header(compile_c):
     """A call of each function with the number and kinds of arguments that ctypes passes."""
 
     def argument(kind) -> str:
-        if kind is ctypes.c_int64:
-            return "(int64_t)1"
+        if kind in (ctypes.c_int32, ctypes.c_int64, ctypes.c_size_t):
+            return "1"
         return "(void*)0"
 
     calls = [

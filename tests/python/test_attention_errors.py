@@ -19,7 +19,9 @@ def attend(q=None, k=None, v=None, forest=FOREST, rows=6, heads=4, kv_heads=2, d
 def test_kinds_of_arguments():
     with pytest.raises(TypeError, match="k must be a torch.Tensor, got list"):
         attend(k=[], v=torch.zeros(6, 2, 8))
-    with pytest.raises(TypeError, match="forest must be a dualkv.SegmentForest, got Tensor"):
+    with pytest.raises(
+        TypeError, match="forest must be a dualkv.SegmentForest or a dualkv.DevicePlan, got Tensor"
+    ):
         attend(forest=FOREST.segments)
     with pytest.raises(TypeError, match="sinks must be floating point, got torch.int64"):
         attend(sinks=torch.arange(4))

@@ -237,8 +237,8 @@ def test_a_kernel_for_cuda_is_asked_for_by_name():
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dualkv::{name}", "CUDA")
     from dualkv._tensors import no_cuda_kernels
 
-    with pytest.raises(NotImplementedError, match="no CUDA kernels: move the tensors to the CPU, or install"):
-        no_cuda_kernels(*attention_inputs())
+    with pytest.raises(NotImplementedError, match="attention has no CUDA kernels yet: move the tensors"):
+        no_cuda_kernels("attention", "move the tensors to the CPU")(*attention_inputs())
 
 
 def attention_bits(seed: int) -> bytes:
