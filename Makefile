@@ -49,11 +49,15 @@ check-wheel:  ## build the wheel from the last commit, try it with the oldest to
 
 bench: build  ## benchmarks of the C++ side, and attention and log-probs against PyTorch
 	build/bench/dualkv_bench
-	PYTHONPATH=python $(PYTHON) bench/attention.py
+	PYTHONPATH=python $(PYTHON) bench/attention_cpu.py
 	PYTHONPATH=python $(PYTHON) bench/linear_logprob.py
 
-docs: library  ## draw the pictures of docs/
+CHARTS := $(patsubst bench/results/h200/%.json,docs/images/%.svg,$(wildcard bench/results/h200/attention_forward.json))
+docs: library $(CHARTS)  ## draw the pictures of docs/
 	PYTHONPATH=python $(PYTHON) tools/draw_plans.py
+
+docs/images/%.svg: bench/results/h200/%.json tools/draw_attention_bench.py bench/attention_batches.py
+	$(PYTHON) tools/draw_attention_bench.py $< $@
 
 format: setup  ## format all files
 	tools/check_format.sh --fix

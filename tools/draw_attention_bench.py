@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Draws what bench/attention.py has measured as a bar chart. The same records give the same file.
+
+python tools/draw_attention_bench.py bench/results/h200/attention_forward.json docs/images/attention_forward.svg
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+from attention_batches import GOALS  # noqa: E402
+
+# In the order in which they stand beside each other.
+LOOKS = {
+    "dualkv": ("dualkv", "#1f6fb4"),
+    "fa4-cascade": ("FA4 cascade", "#b3541e"),
+    "fa3-cascade": ("FA3 cascade", "#d1702f"),
+    "cudnn-cascade": ("cuDNN cascade", "#e38b3c"),
+    "fa2-cascade": ("FA2 cascade", "#f3bd87"),
+    "magi": ("MagiAttention", "#9a6fb3"),
+    "flex": ("FlexAttention", "#57a06c"),
+    "fa4-replicated": ("FA4 replicated", "#5b6875"),
+    "fa3-replicated": ("FA3 replicated", "#7d8995"),
+    "cudnn-replicated": ("cuDNN replicated", "#9aa5b0"),
+    "fa2-replicated": ("FA2 replicated", "#c6ced6"),
+}
+INK = "#1f2933"
+
+
+def read_rates(records: list[dict]) -> dict[int, dict[str, dict[str, float]]]:
+    """Useful TFLOP/s: rates[head dim][batch][impl], without those that failed."""
+    rates = {}
+    for record in records:
+        if "error" not in record:
+            of_batch = rates.setdefault(record["head_dim"], {}).setdefault(record["batch"], {})
+            of_batch[record["impl"]] = record["useful_tflops"]
+    return rates
+
+
+def draw(records: list[dict]) -> plt.Figure:
+    rates = read_rates(records)
+    impls = [impl for impl in LOOKS if any(record["impl"] == impl for record in records)]
+    width = 0.84 / len(impls)
+    figure, panels = plt.subplots(
+        ncols=len(rates),
+        figsize=(1.25 * sum(map(len, rates.values())) + 1, 4.6),
+        width_ratios=[len(batches) for batches in rates.values()],
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, (head_dim, batches) in zip(panels[0], rates.items()):
+        for i, impl in enumerate(impls):
+            label, colour = LOOKS[impl]
+            places = [x + (i - (len(impls) - 1) / 2) * width for x in range(len(batches))]
+            of_impl = [batch.get(impl, 0) for batch in batches.values()]
+            panel.bar(places, of_impl, 0.92 * width, color=colour, label=label)
+            for x, batch in zip(places, batches.values()):
+                if f"{impl}-graph" in batch:
+                    panel.bar(
+                        x, batch[f"{impl}-graph"], 0.92 * width, fill=False, edgecolor=INK, linewidth=0.7
+                    )
+        for x, name in enumerate(batches):
+            panel.hlines(GOALS[name].fa3_cascade, x - 0.42, x + 0.42, INK, "dotted", linewidth=1)
+        panel.set_xticks(range(len(batches)), [name.replace(", ", " · ") for name in batches], fontsize=7.5)
+        panel.set_title(f"head dim {head_dim}", fontsize=9)
+        panel.margins(x=0.02)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("useful TFLOP/s")
+    handles = panels[0][0].get_legend_handles_labels()[0]
+    handles += [
+        plt.Rectangle((0, 0), 1, 1, fill=False, edgecolor=INK, linewidth=0.7, label="in a CUDA graph"),
+        plt.Line2D([], [], color=INK, linestyle="dotted", linewidth=1, label="FA3 cascade, quoted"),
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7.5, frameon=False
+    )
+    figure.suptitle(
+        f"Attention forward, bf16, {records[0]['device']}: responses · prompt · response", fontsize=10
+    )
+    return figure
+
+
+def main() -> None:
+    source, picture = map(Path, sys.argv[1:])
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    # Text as text, and nothing random or of today in the file.
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dualkv"}):
+        draw(json.loads(source.read_text())).savefig(picture, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
