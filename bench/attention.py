@@ -73,7 +73,7 @@ def random_inputs(batch: Batch) -> list[list[torch.Tensor]]:
     """q, k and v; several sets of them where one would stay in the cache."""
     heads = (batch.heads, batch.kv_heads, batch.kv_heads)
     size = 2 * batch.tokens * sum(heads) * batch.head_dim
-    cache = torch.cuda.get_device_properties().L2_cache_size
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     sets = 1 if size > cache else math.ceil(3 * cache / size)
     return [
         [torch.randn(batch.tokens, h, batch.head_dim, dtype=torch.bfloat16, device="cuda") for h in heads]
