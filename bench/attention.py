@@ -3,9 +3,9 @@
     PYTHONPATH=python python bench/attention.py [--batches "8, 1024, 256" ... --impls dualkv flex ...]
         [--output bench/results/h200/attention_forward.json]
 
-Every result is compared with that of the first, dualkv, before it is timed. Peers take turns: in each round all of them
-run for some milliseconds, a matrix product of 8192^3 too, whose rate says what this card does just then; times
-are medians of the rounds. bench/attention_cpu.py is the comparison on a CPU.
+Every result is compared with that of the first, dualkv, before it is timed. Peers take turns: in each round
+all of them run for some milliseconds, a matrix product of 8192^3 too, whose rate says what this card does just
+then; times are medians of the rounds. bench/attention_cpu.py is the comparison on a CPU.
 """
 
 from __future__ import annotations

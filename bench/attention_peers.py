@@ -1,8 +1,8 @@
 """dualkv.attention and its peers on a GPU, for bench/attention.py.
 
-A peer is built for a batch, off the clock. `inputs` brings q [T, H, D], k and v [T, Hk, D] of the packed batch
-into the peer's layout, off the clock too; calling it with them is what is timed; `rows` brings the result back
-to [T, H, D]. Query heads share the KV heads in the kernels of all of them: nothing is expanded.
+A peer is built for a batch, off the clock. `inputs` brings q [T, H, D], k and v [T, Hk, D] of the packed
+batch into the peer's layout, off the clock too; calling it with them is what is timed; `rows` brings the
+result back to [T, H, D]. Query heads share the KV heads in the kernels of all peers: nothing is expanded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fa2(q, k, v, spans):
 
 
 def cudnn(q, k, v, spans):
-    """What scaled_dot_product_attention calls for the cuDNN backend, with nested tensors if lengths differ."""
+    """What scaled_dot_product_attention calls for the cuDNN backend, of nested tensors if lengths differ."""
     if not spans.equal:
         operator, begins = torch.ops.aten._cudnn_attention_forward, (spans.begin_q, spans.begin_k)
         out, lse = operator(q, k, v, None, *begins, spans.max_q, spans.max_k, True, 0.0, spans.causal)[:2]
@@ -133,7 +133,7 @@ def merge(a, lse_a, b, lse_b):
 
 
 class Cascade:
-    """Three calls of plain attention: prompts, all responses of a prompt to that prompt, responses to themselves.
+    """Three calls of plain attention: of prompts, of all responses to their prompt, of responses to themselves.
 
     All prompts lie before all responses, and their results stay two tensors: no call has to gather rows.
     """
