@@ -104,6 +104,8 @@ DUALKV_API dualkv_status dualkv_forest_visible_pairs(const dualkv_forest* forest
 
 /* ------------------------------------------------------------------------------------------------ plan */
 
+typedef enum dualkv_device { DUALKV_CPU = 0, DUALKV_CUDA = 1 } dualkv_device;
+
 typedef struct dualkv_plan dualkv_plan;
 
 #define DUALKV_NO_WINDOW ((int64_t)-1)
@@ -178,6 +180,18 @@ DUALKV_API void dualkv_plan_destroy(dualkv_plan* plan);
 /* The pointers in the view are owned by the plan. */
 DUALKV_API dualkv_status dualkv_plan_get_view(const dualkv_plan* plan, dualkv_plan_view* view);
 
+/* Sets the tile sizes of `params` to those of the kernels of `device` (a dualkv_device) for attention of
+ * these dimensions; nothing else of `params` is read or changed. On CUDA a plan must have them. */
+DUALKV_API dualkv_status dualkv_plan_set_tiles(dualkv_plan_params* params, int32_t device, int32_t num_heads,
+                                               int32_t num_kv_heads, int32_t head_dim);
+
+/* The image of a plan is what the kernels of a GPU read. It holds no addresses: write it to host memory, copy
+ * it to device memory that is aligned to 16 bytes, and pass that as device_plan. A captured CUDA graph keeps
+ * the address: it can be replayed with another plan of the same tile sizes whose image has been copied there.
+ */
+DUALKV_API dualkv_status dualkv_plan_image_bytes(const dualkv_plan* plan, size_t* bytes);
+DUALKV_API dualkv_status dualkv_plan_write_image(const dualkv_plan* plan, void* image, size_t image_bytes);
+
 /* ------------------------------------------------------------------------------------------- attention */
 
 typedef enum dualkv_dtype {
@@ -186,8 +200,6 @@ typedef enum dualkv_dtype {
   DUALKV_BFLOAT16 = 2,
   DUALKV_FLOAT16 = 3
 } dualkv_dtype;
-
-typedef enum dualkv_device { DUALKV_CPU = 0, DUALKV_CUDA = 1 } dualkv_device;
 
 /* A [rows, heads, head_dim] tensor: element (t, h, d) is at data[t * row_stride + h * head_stride + d].
  * At most 2^56 elements. */
@@ -222,9 +234,16 @@ typedef struct dualkv_attention_params {
   void* lse;               /* [H, query_rows] of the accumulation type, contiguous: natural log of the sum of
                               exp(score), the sink's included. Written by the forward (may be NULL there),
                               read by the backward */
+  const void* device_plan; /* CUDA: the image of `plan` in device memory, see dualkv_plan_image_bytes */
+  size_t device_plan_bytes;
+  void* stream; /* CUDA: the cudaStream_t to launch on, of the current device; NULL: the default stream */
 } dualkv_attention_params;
 
-/* out and lse of every query row. Rows that are no queries (past the last segment, or of keys-only
+/* On CUDA: tensors, sinks and lse are in the memory of the current device, which has compute capability 9.0;
+ * bfloat16 or float16; head_dim is a multiple of 8 up to 128; data is aligned to 16 bytes and strides are
+ * multiples of 8. One kernel is launched on `stream`; nothing is allocated and nothing is waited for.
+ *
+ * out and lse of every query row. Rows that are no queries (past the last segment, or of keys-only
  * segments) get out = 0 and lse = -inf. A row's bits do not depend on the rest of the batch, as long
  * as that is finite: as in every tiled attention, a NaN or an infinity can reach rows that share a tile with
  * it. */

@@ -220,13 +220,15 @@ def _new_gradients(dout, dlse, q, k, v, sinks, segments, out, lse, *options):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-@torch.library.impl("dualkv::attention_forward", "cpu")
 def _attention_forward(q, k, v, sinks, segments, *options):
     out, lse = _new_results(q, k, v, sinks, segments)
     call = _Call(q, k, v, sinks, segments, out, lse, *options)
     library.dualkv_attention_forward(ctypes.byref(call.params))
     return out, lse
 
+
+# Not as a decorator: before torch 2.12 that returns nothing, and the function is called below too.
+torch.library.impl("dualkv::attention_forward", "cpu", _attention_forward)
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 

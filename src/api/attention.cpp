@@ -4,8 +4,11 @@
 #include "api/checks.h"
 #include "api/guard.h"
 #include "api/objects.h"
+#include "core/plan_image.h"
+#include "cuda/attention.h"
 
 using dualkv::api::Guard;
+using dualkv::api::RequireCpu;
 using dualkv::api::RequireData;
 using dualkv::api::RequireDevice;
 using dualkv::api::RequireDtype;
@@ -22,18 +25,42 @@ constexpr int32_t kMaxHeadDim = 512;
 // Offsets into a tensor and the bytes of the workspace are computed in 64 bits.
 constexpr int64_t kMaxElements = int64_t{1} << 56;
 
+bool IsAligned(const void* data, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
+
+void RequireCudaHeadDim(int32_t head_dim) {
+  if (head_dim % 8 != 0 || head_dim > dualkv::cuda::kMaxHeadDim) {
+    throw dualkv::core::Unsupported(dualkv::core::Concat(
+        "head_dim must be a multiple of 8 up to ", dualkv::cuda::kMaxHeadDim, " on CUDA, got ", head_dim));
+  }
+}
+
+// 16-byte accesses, and strides that fit in a tensor map. A stride that is never taken may have any value.
+void CheckCudaTensor(const dualkv_tensor& tensor, int64_t rows, int64_t heads, const char* name) {
+  Require(IsAligned(tensor.data, 16), name, ".data must be aligned to 16 bytes on CUDA, got ", tensor.data);
+  constexpr int64_t kMaxStride = (int64_t{1} << 39) - 8;  // of 2-byte elements
+  auto require_stride = [&](int64_t stride, int64_t extent, const char* which) {
+    Require(extent <= 1 || (stride > 0 && stride <= kMaxStride && stride % 8 == 0), name, ".", which,
+            " must be a positive multiple of 8 up to ", kMaxStride, " on CUDA, got ", stride);
+  };
+  require_stride(tensor.row_stride, rows, "row_stride");
+  require_stride(tensor.head_stride, heads, "head_stride");
+}
+
+void CheckHeads(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim) {
+  Require(num_kv_heads >= 1, "num_kv_heads must be >= 1, got ", num_kv_heads);
+  Require(num_heads >= 1 && num_heads % num_kv_heads == 0,
+          "num_heads must be a multiple of num_kv_heads, got ", num_heads, " and ", num_kv_heads);
+  Require(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim must be 1 to ", kMaxHeadDim, ", got ",
+          head_dim);
+}
+
 // Everything but the pointers to data.
 const Plan& CheckShapes(const dualkv_attention_params& params) {
   RequirePointer(params.plan, "plan");
   const Plan& plan = params.plan->plan;
   RequireDtype(params.dtype);
   Require(params.num_threads >= 0, "num_threads must be >= 0, got ", params.num_threads);
-  Require(params.num_kv_heads >= 1, "num_kv_heads must be >= 1, got ", params.num_kv_heads);
-  Require(params.num_heads >= 1 && params.num_heads % params.num_kv_heads == 0,
-          "num_heads must be a multiple of num_kv_heads, got ", params.num_heads, " and ",
-          params.num_kv_heads);
-  Require(params.head_dim >= 1 && params.head_dim <= kMaxHeadDim, "head_dim must be 1 to ", kMaxHeadDim,
-          ", got ", params.head_dim);
+  CheckHeads(params.num_heads, params.num_kv_heads, params.head_dim);
   RequireFinite(params.dtype, params.scale, "scale");
   RequireSoftcap(params.dtype, params.softcap);
 
@@ -58,6 +85,33 @@ const Plan& CheckShapes(const dualkv_attention_params& params) {
   return plan;
 }
 
+// What the CUDA kernels ask for beyond what the CPU's do.
+void CheckCuda(const dualkv_attention_params& params, const Plan& plan) {
+  if (params.dtype != DUALKV_BFLOAT16 && params.dtype != DUALKV_FLOAT16) {
+    throw dualkv::core::Unsupported(dualkv::core::Concat(
+        "dtype must be DUALKV_BFLOAT16 (2) or DUALKV_FLOAT16 (3) on CUDA, got ", params.dtype));
+  }
+  RequireCudaHeadDim(params.head_dim);
+  const dualkv::core::TileSizes tiles =
+      dualkv::cuda::AttentionForwardTiles(params.num_heads, params.num_kv_heads, params.head_dim);
+  Require(plan.forward.tile_sizes == tiles, "plan must have the tiles of dualkv_plan_set_tiles, ",
+          tiles.query, " x ", tiles.key, ", got ", plan.forward.tile_sizes.query, " x ",
+          plan.forward.tile_sizes.key);
+  const size_t needed = dualkv::core::PlanImageBytes(plan);
+  Require(params.device_plan != nullptr && IsAligned(params.device_plan, 16),
+          "device_plan must be aligned to 16 bytes and not NULL, got ", params.device_plan);
+  Require(params.device_plan_bytes >= needed, "device_plan_bytes must be at least ", needed, ", got ",
+          params.device_plan_bytes);
+  constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
+  Require(params.query_rows <= kMaxRows && params.key_rows <= kMaxRows,
+          "query_rows and key_rows must be at most ", kMaxRows, " on CUDA, got ", params.query_rows, " and ",
+          params.key_rows);
+  CheckCudaTensor(params.q, params.query_rows, params.num_heads, "q");
+  CheckCudaTensor(params.k, params.key_rows, params.num_kv_heads, "k");
+  CheckCudaTensor(params.v, params.key_rows, params.num_kv_heads, "v");
+  CheckCudaTensor(params.out, params.query_rows, params.num_heads, "out");
+}
+
 const Plan& CheckForward(const dualkv_attention_params& params) {
   const Plan& plan = CheckShapes(params);
   RequireData(params.q.data, params.query_rows, "q.data");
@@ -71,10 +125,34 @@ const Plan& CheckForward(const dualkv_attention_params& params) {
 
 const char* dualkv_cpu_target(void) { return dualkv::cpu::TargetName(); }
 
+dualkv_status dualkv_plan_set_tiles(dualkv_plan_params* params, int32_t device, int32_t num_heads,
+                                    int32_t num_kv_heads, int32_t head_dim) {
+  return Guard([&] {
+    RequireStruct(params, "params");
+    RequireDevice(device);
+    CheckHeads(num_heads, num_kv_heads, head_dim);
+    dualkv::core::TileSizes forward = dualkv::core::kCpuTiles;
+    if (device == DUALKV_CUDA) {
+      RequireCudaHeadDim(head_dim);
+      forward = dualkv::cuda::AttentionForwardTiles(num_heads, num_kv_heads, head_dim);
+    }
+    params->forward_query_tile = forward.query;
+    params->forward_key_tile = forward.key;
+    params->backward_query_tile = dualkv::core::kCpuTiles.query;
+    params->backward_key_tile = dualkv::core::kCpuTiles.key;
+  });
+}
+
 dualkv_status dualkv_attention_forward(const dualkv_attention_params* params) {
   return Guard([&] {
     RequireStruct(params, "params");
-    dualkv::cpu::AttentionForward(*params, CheckForward(*params));
+    const Plan& plan = CheckForward(*params);
+    if (params->device == DUALKV_CUDA) {
+      CheckCuda(*params, plan);
+      dualkv::cuda::AttentionForward(*params, plan);
+    } else {
+      dualkv::cpu::AttentionForward(*params, plan);
+    }
   });
 }
 
@@ -84,6 +162,7 @@ dualkv_status dualkv_attention_backward_workspace(const dualkv_attention_backwar
     RequireStruct(params, "params");
     RequireStruct(&params->forward, "params.forward");
     RequirePointer(bytes, "bytes");
+    RequireCpu(params->forward.device, "the backward pass of attention");
     *bytes = dualkv::cpu::AttentionBackwardWorkspace(*params, CheckShapes(params->forward));
   });
 }
@@ -93,6 +172,7 @@ dualkv_status dualkv_attention_backward(const dualkv_attention_backward_params* 
     RequireStruct(params, "params");
     RequireStruct(&params->forward, "params.forward");
     const dualkv_attention_params& forward = params->forward;
+    RequireCpu(forward.device, "the backward pass of attention");
     const Plan& plan = CheckForward(forward);
     RequireData(params->dout.data, forward.query_rows, "dout.data");
     RequireData(params->dq.data, forward.query_rows, "dq.data");

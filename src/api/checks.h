@@ -14,12 +14,16 @@ inline void RequireDtype(int32_t dtype) {
                 "dtype must be a dualkv_dtype, 0 to 3, got ", dtype);
 }
 
-// A device that is one, and that this build has kernels for.
 inline void RequireDevice(int32_t device) {
   core::Require(device == DUALKV_CPU || device == DUALKV_CUDA,
                 "device must be DUALKV_CPU (0) or DUALKV_CUDA (1), got ", device);
+}
+
+// For operations without CUDA kernels.
+inline void RequireCpu(int32_t device, const char* operation) {
+  RequireDevice(device);
   if (device == DUALKV_CUDA) {
-    throw core::Unsupported("this build has no CUDA kernels: move the tensors to the CPU");
+    throw core::Unsupported(core::Concat(operation, " has no CUDA kernels yet: move the tensors to the CPU"));
   }
 }
 

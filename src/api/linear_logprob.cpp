@@ -7,8 +7,8 @@
 #include "api/guard.h"
 
 using dualkv::api::Guard;
+using dualkv::api::RequireCpu;
 using dualkv::api::RequireData;
-using dualkv::api::RequireDevice;
 using dualkv::api::RequireDtype;
 using dualkv::api::RequireInvertible;
 using dualkv::api::RequireSoftcap;
@@ -32,7 +32,7 @@ void CheckSizes(const dualkv_linear_logprob_params& params) {
           "temperature must be finite and > 0, got ", params.temperature);
   RequireInvertible(params.dtype, params.temperature, "temperature");
   RequireSoftcap(params.dtype, params.softcap);
-  RequireDevice(params.device);
+  RequireCpu(params.device, "linear_logprob");
 }
 
 // What the forward and the backward read.

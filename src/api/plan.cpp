@@ -2,6 +2,7 @@
 
 #include "api/guard.h"
 #include "api/objects.h"
+#include "core/plan_image.h"
 
 using dualkv::api::Guard;
 using dualkv::api::RequirePointer;
@@ -47,5 +48,24 @@ dualkv_status dualkv_plan_get_view(const dualkv_plan* plan, dualkv_plan_view* vi
     RequirePointer(plan, "plan");
     RequireStruct(view, "view");
     *view = plan->plan.View();
+  });
+}
+
+dualkv_status dualkv_plan_image_bytes(const dualkv_plan* plan, size_t* bytes) {
+  return Guard([&] {
+    RequirePointer(plan, "plan");
+    RequirePointer(bytes, "bytes");
+    *bytes = dualkv::core::PlanImageBytes(plan->plan);
+  });
+}
+
+dualkv_status dualkv_plan_write_image(const dualkv_plan* plan, void* image, size_t image_bytes) {
+  return Guard([&] {
+    RequirePointer(plan, "plan");
+    RequirePointer(image, "image");
+    const size_t needed = dualkv::core::PlanImageBytes(plan->plan);
+    Require(image_bytes >= needed, "image_bytes must be at least ", needed, ", got ", image_bytes);
+    Require(reinterpret_cast<uintptr_t>(image) % 16 == 0, "image must be aligned to 16 bytes, got ", image);
+    dualkv::core::WritePlanImage(plan->plan, static_cast<std::byte*>(image));
   });
 }

@@ -1,0 +1,94 @@
+// Host side of the forward: from the parameters of the C interface to those of the kernel.
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+#include "core/plan.h"
+#include "cuda/attention.h"
+#include "cuda/attention_forward/config.cuh"
+#include "cuda/attention_forward/launch.h"
+#include "cuda/launch.h"
+#include "cuda/tensor_map.h"
+
+namespace dualkv::cuda {
+namespace {
+
+using namespace attention_forward;
+
+struct TileShape {
+  int32_t products;  // rows of the products: query rows x packed heads
+  int32_t keys;
+};
+
+// The kernel for a head dim is that of the next larger tile.
+TileShape ShapeFor(int32_t head_dim) {
+  return head_dim <= 64 ? TileShape{kQueryTile<64>, Config<64>::kKeyTile}
+                        : TileShape{kQueryTile<128>, Config<128>::kKeyTile};
+}
+
+// How many of the query heads that share keys lie side by side in a tile: the more, the fewer query rows it
+// has, and the less it computes for rows that do not see a key. As few rows of the products as possible stay
+// empty.
+int32_t PackedHeads(int32_t group, int32_t products) {
+  constexpr int32_t kMost = 16;
+  int32_t best = 1;
+  for (int32_t packed = 2; packed <= std::min(group, kMost); ++packed) {
+    if (group % packed == 0 && products / packed * packed >= products / best * best) {
+      best = packed;
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+core::TileSizes AttentionForwardTiles(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim) {
+  const TileShape shape = ShapeFor(head_dim);
+  return {.query = shape.products / PackedHeads(num_heads / num_kv_heads, shape.products), .key = shape.keys};
+}
+
+void AttentionForward(const dualkv_attention_params& params, const core::Plan& plan) {
+  RequireHopper();
+  if (params.query_rows == 0) {
+    return;
+  }
+  const TileShape shape = ShapeFor(params.head_dim);
+  const int32_t group = params.num_heads / params.num_kv_heads;
+  const int32_t packed = PackedHeads(group, shape.products);
+  const int32_t rows_per_tile = plan.forward.tile_sizes.query;
+  const auto dtype = static_cast<dualkv_dtype>(params.dtype);
+  auto map_rows = [&](const dualkv_tensor& x) {
+    return EncodeTensorMap(x.data, dtype,
+                           std::array<MapDimension, 3>{{{params.head_dim, 1, 64},
+                                                        {params.num_kv_heads, x.head_stride, 1},
+                                                        {params.key_rows, x.row_stride, shape.keys}}});
+  };
+  const Params kernel_params = {
+      .queries = EncodeTensorMap(
+          params.q.data, dtype,
+          std::array<MapDimension, 4>{{{params.head_dim, 1, 64},
+                                       {packed, params.q.head_stride, packed},
+                                       {params.num_heads / packed, params.q.head_stride * packed, 1},
+                                       {params.query_rows, params.q.row_stride, rows_per_tile}}}),
+      .keys = map_rows(params.k),
+      .values = map_rows(params.v),
+      .plan = static_cast<const core::PlanImageHeader*>(params.device_plan),
+      .out = params.out.data,
+      .out_row_stride = params.out.row_stride,
+      .out_head_stride = params.out.head_stride,
+      .lse = static_cast<float*>(params.lse),
+      .sinks = static_cast<const float*>(params.sinks),
+      .query_rows = static_cast<int32_t>(params.query_rows),
+      .query_row_begin = static_cast<int32_t>(params.query_row_begin),
+      .num_heads = params.num_heads,
+      .head_dim = params.head_dim,
+      .packed = packed,
+      .packs_per_kv_head = group / packed,
+      .rows_per_tile = rows_per_tile,
+      .scale = static_cast<float>(params.scale),
+      .softcap = static_cast<float>(params.softcap)};
+  auto* launch = params.head_dim <= 64 ? LaunchHeadDim64 : LaunchHeadDim128;
+  launch(dtype == DUALKV_BFLOAT16, kernel_params, static_cast<cudaStream_t>(params.stream));
+}
+
+}  // namespace dualkv::cuda

@@ -1,0 +1,10 @@
+#include "cuda/attention_forward/kernel.cuh"
+#include "cuda/attention_forward/launch.h"
+
+namespace dualkv::cuda::attention_forward {
+
+void LaunchHeadDim64(bool bfloat16, const Params& params, cudaStream_t stream) {
+  (bfloat16 ? Launch<__nv_bfloat16, 64> : Launch<__half, 64>)(params, stream);
+}
+
+}  // namespace dualkv::cuda::attention_forward

@@ -1,0 +1,20 @@
+// Stands in for the CUDA backend in a build without nvcc.
+#include "core/error.h"
+#include "cuda/attention.h"
+
+namespace dualkv::cuda {
+namespace {
+
+[[noreturn]] void Refuse() {
+  throw core::Unsupported(
+      "this build has no CUDA kernels: install CUDA's compiler (nvcc 12.3 or later) and build dualkv again, "
+      "or move "
+      "the tensors to the CPU");
+}
+
+}  // namespace
+
+core::TileSizes AttentionForwardTiles(int32_t, int32_t, int32_t) { Refuse(); }
+void AttentionForward(const dualkv_attention_params&, const core::Plan&) { Refuse(); }
+
+}  // namespace dualkv::cuda
