@@ -4,8 +4,8 @@
         [--output bench/results/h200/attention_forward.json]
 
 Every result is compared with that of the first, dualkv, before it is timed. Peers take turns: in each round
-all of them run for some milliseconds, a matrix product of 8192^3 too, whose rate says what this card does just
-then; times are medians of the rounds. bench/attention_cpu.py is the comparison on a CPU.
+all of them run for some milliseconds, a matrix product of 8192^3 too, whose rate is the card's own; times are
+medians of the rounds. bench/attention_cpu.py is the comparison on a CPU.
 """
 
 from __future__ import annotations

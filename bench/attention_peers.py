@@ -133,7 +133,7 @@ def merge(a, lse_a, b, lse_b):
 
 
 class Cascade:
-    """Three calls of plain attention: of prompts, of all responses to their prompt, of responses to themselves.
+    """Three calls of plain attention: of prompts, of all responses to their prompt, of responses alone.
 
     All prompts lie before all responses, and their results stay two tensors: no call has to gather rows.
     """

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws what bench/attention.py has measured as a bar chart. The same records give the same file.
 
-python tools/draw_attention_bench.py bench/results/h200/attention_forward.json docs/images/attention_forward.svg
+python tools/draw_attention_bench.py RECORDS.json PICTURE.svg
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""bench/attention.py: its arithmetic, its peers that are built from plain attention, its table and its chart."""
+"""bench/attention.py: its arithmetic, its peers, its table and its chart."""
 
 from __future__ import annotations
 
