@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Draws what bench/attention.py has measured as a bar chart. The same records give the same file.
+"""Draws what bench/attention.py has measured as a bar chart.
 
-python tools/draw_attention_bench.py RECORDS.json PICTURE.svg
+    python tools/draw_attention_bench.py RECORDS.json PICTURE.svg
+
+The same records give the same file.
 """
 
 from __future__ import annotations
