@@ -1,7 +1,15 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+from dualkv import _abi
+from dualkv.forest import tile_sizes
+
+# cuBLAS, which the references use, is deterministic with this; it is read when the first product starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # The references' products are small: threads of their own would only wait for each other, and for those of tests
 # that run beside them.
@@ -17,6 +25,19 @@ def poisoned_memory():
     assert torch.ones(2).new_empty(2).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def gpu():
+    """Skips the test where the CUDA kernels cannot run. Not a marker: torch must not have started CUDA in a process
+    whose tests fork."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    try:
+        tile_sizes(_abi.CUDA, num_heads=1, num_kv_heads=1, head_dim=64)
+    except NotImplementedError:
+        pytest.skip("needs a build with CUDA kernels")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture

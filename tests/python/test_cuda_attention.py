@@ -1,0 +1,168 @@
+"""The CUDA kernels on random batches: against the oracle, against the CPU, and the bits that are promised to be the
+same. The forward pass."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import dualkv
+from random_batches import CUDA, Case, paths
+from reference import HALF, assert_outputs_right, assert_within_budget, blocks
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+def assert_same_bits(found: dict, expected: dict, message: str) -> None:
+    for name, bits in expected.items():
+        assert torch.equal(found[name], bits), f"{name} has other bits; {message}"
+
+
+def check(case: Case) -> None:
+    """Against the oracle, and a second run."""
+    found = case.outputs()
+    assert_outputs_right(found, case.inputs, case.forest, case.sinks, case.message, **case.options)
+    assert_same_bits(case.outputs(), found, case.message)
+
+
+def normal_case(seed: int, forest, heads: int, kv_heads: int, dim: int, dtype, **options) -> Case:
+    """A case of chosen dimensions with dense tensors."""
+    case = Case(seed, CUDA)
+    case.forest, case.sinks = forest, options.pop("sinks", None)
+    case.inputs = [
+        torch.randn(forest.total_tokens, h, dim, device="cuda").to(dtype) for h in (heads, kv_heads, kv_heads)
+    ]
+    case.options = {"scale": dim**-0.5, "window_left": None, "softcap": 0.0, **options}
+    case.message = (
+        f"seed {seed}: {forest.lengths} {forest.parents} {dtype} H={heads},{kv_heads} D={dim} {options}"
+    )
+    return case
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_batch(seed):
+    case = Case(seed, CUDA)
+    if seed % 3 == 0:
+        case.poison_padding()
+    check(case)
+
+
+@pytest.mark.parametrize("seed", range(500, 540))
+def test_like_the_cpu(seed):
+    """The CPU backend in float64 is the oracle, and in the inputs' type the implementation to be compared with."""
+    case = Case(seed, CUDA)
+    found = {name: x.cpu() for name, x in case.outputs().items()}
+    inputs = [x.cpu() for x in case.inputs]
+    sinks = None if case.sinks is None else case.sinks.cpu()
+
+    def on_cpu(dtype):
+        tensors = [x.to(dtype) for x in inputs]
+        return dualkv.attention(*tensors, case.forest, sinks=sinks, return_lse=True, **case.options)
+
+    (out, lse), (plain_out, _), (_, wide_lse) = map(on_cpu, (torch.float64, case.dtype, torch.float32))
+    rows = blocks(case.forest, case.rows)
+    assert_within_budget("out", found["out"], out, plain_out, rows, case.message)
+    scores = out.shape[2] ** 0.5 * lse.nan_to_num(neginf=0.0).abs().max() if rows else 0.0
+    assert_within_budget("lse", found["lse"].t(), lse.t(), wide_lse.t(), rows, case.message, scores)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dim", CUDA.dims)
+def test_every_head_dim(dim, dtype):
+    """Over several tiles of keys, the last of which is part filled."""
+    forest = dualkv.SegmentForest.from_groups([300], [[177, 1, 0, 40]])
+    check(normal_case(dim, forest, 4, 2, dim, dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("heads, kv_heads", CUDA.heads)
+def test_every_number_of_query_heads_for_a_kv_head(heads, kv_heads, dtype):
+    forest = dualkv.SegmentForest.from_groups([140, 3], [[1, 129, 17], [70, 70]])
+    for dim in (64, 128):
+        check(normal_case(heads, forest, heads, kv_heads, dim, dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window_left": 0},
+        {"window_left": 127},
+        {"window_left": 128},
+        {"window_left": 1000},
+        {"softcap": 5.0},
+        {"scale": -0.2},
+        {"window_left": 300, "softcap": 30.0, "scale": 0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_long_sequences(options, with_sinks):
+    sinks = torch.linspace(-3, 3, 4, device="cuda") if with_sinks else None
+    forest = dualkv.SegmentForest.from_groups([1500], [[700, 64, 129]])
+    check(normal_case(0, forest, 4, 1, 128, torch.bfloat16, sinks=sinks, **options))
+
+
+@pytest.mark.parametrize("window_left", [None, 100])
+@pytest.mark.parametrize("seed", range(600, 606))
+def test_deep_trees(seed, window_left):
+    """A path of 24 segments, with a leaf beside each."""
+    rng = random.Random(seed)
+    lengths, parents, path = [], [], -1
+    for _ in range(24):
+        node = len(lengths)
+        lengths += [rng.choice((1, rng.randint(0, 90))), rng.choice((0, 1, rng.randint(0, 90)))]
+        parents += [path, node]
+        path = node
+    forest = dualkv.SegmentForest.from_segments(lengths, parents)
+    check(normal_case(seed, forest, 6, 2, 64, torch.float16, window_left=window_left))
+
+
+@pytest.mark.parametrize("seed", range(2000, 2040))
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(seed):
+    """Each root-to-leaf path alone against the whole batch, with other sequences before and after it."""
+    case = Case(seed, CUDA)
+    whole = case.outputs()
+    for alone, rows in paths(case.forest):
+        found = case.outputs(alone, rows)
+        expected = {"out": whole["out"][rows], "lse": whole["lse"][:, rows]}
+        assert_same_bits(found, expected, f"path {alone.lengths}; {case.message}")
+
+
+@pytest.mark.parametrize("seed", range(3000, 3030))
+def test_permuted_responses_permute_the_output(seed):
+    rng = random.Random(seed)
+    lengths = [rng.choice((0, 1, rng.randint(0, 300))) for _ in range(rng.randint(2, 9))]
+    prompt = rng.randint(1, 500)
+    order = rng.sample(range(len(lengths)), len(lengths))
+    options = {"window_left": rng.choice((None, 0, 200)), "softcap": rng.choice((0.0, 4.0))}
+    forest = dualkv.SegmentForest.from_groups([prompt], [lengths])
+    heads, kv_heads = rng.choice(CUDA.heads)
+    case = normal_case(seed, forest, heads, kv_heads, rng.choice(CUDA.dims), rng.choice(HALF), **options)
+    parts = torch.arange(prompt, forest.total_tokens).split(lengths)
+    rows = torch.cat([torch.arange(prompt), *(parts[n] for n in order)])
+    whole = case.outputs()
+    found = case.outputs(dualkv.SegmentForest.from_groups([prompt], [[lengths[n] for n in order]]), rows)
+    expected = {"out": whole["out"][rows], "lse": whole["lse"][:, rows]}
+    assert_same_bits(found, expected, f"order {order}; {case.message}")
+
+
+@pytest.mark.parametrize("window_left", [None, 100])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(8, 2, 128), (14, 2, 64), (32, 1, 96)])
+def test_K6_a_response_has_the_same_bits_alone_and_first_or_last_of_eight(heads, kv_heads, dim, window_left):
+    prompt, length, others = 333, 150, [1, 77, 0, 128, 129, 300, 31]
+    alone = dualkv.SegmentForest.from_groups([prompt], [[length]])
+    case = normal_case(0, alone, heads, kv_heads, dim, torch.bfloat16, window_left=window_left)
+    expected = case.outputs()
+    shared, own = ([x[rows] for x in case.inputs] for rows in (slice(prompt), slice(prompt, None)))
+    rest = [torch.randn(sum(others), *x.shape[1:], device="cuda").to(x.dtype) for x in own]
+    for place, lengths in (("first", [length, *others]), ("last", [*others, length])):
+        pieces = (shared, own, rest) if place == "first" else (shared, rest, own)
+        begin = prompt if place == "first" else prompt + sum(others)
+        case.inputs = [torch.cat(parts) for parts in zip(*pieces)]
+        found = case.outputs(dualkv.SegmentForest.from_groups([prompt], [lengths]))
+        rows = torch.cat([torch.arange(prompt), torch.arange(begin, begin + length)])
+        picked = {"out": found["out"][rows], "lse": found["lse"][:, rows]}
+        assert_same_bits(picked, expected, place)
