@@ -95,7 +95,8 @@ def dense_last_dim(x: torch.Tensor) -> torch.Tensor:
 
 
 def aligned_heads(x: torch.Tensor) -> torch.Tensor:
-    """x [rows, heads, head_dim], copied only if CUDA kernels cannot read it where it lies: 16 bytes at a time."""
+    """x [rows, heads, head_dim], copied only if CUDA kernels, which read 16 bytes at a time, cannot read it
+    where it lies."""
     taken = [stride for stride, extent in zip(x.stride()[:2], x.shape) if extent > 1]
     aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in taken)
     if aligned and x.stride(2) == 1 and x.data_ptr() % 16 == 0:

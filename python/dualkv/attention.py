@@ -56,8 +56,8 @@ def attention(
         k: keys [T, Hk, D]; H is a multiple of Hk.
         v: values [T, Hk, D]. q, k and v are float64, float32, bfloat16 or float16, all the same; under
             torch.autocast they are cast to its type first. Any strides; a tensor that the kernels cannot read
-            where it lies is copied: one whose last dimension is not dense, and on CUDA one whose rows or heads
-            do not all start at multiples of 16 bytes.
+            where it lies is copied: one whose last dimension is not dense, and on CUDA one whose rows or
+            heads do not all start at multiples of 16 bytes.
         forest: the segments of the batch; or a DevicePlan, which a captured CUDA graph needs.
         scale: scores are scale * q.k, D ** -0.5 if None. May be 0 or negative.
         window_left: how many earlier positions a row sees besides itself; None for all. A model's window of w
@@ -77,9 +77,9 @@ def attention(
     Raises:
         ValueError: shapes, devices or values that do not fit; the message names the argument and the values.
         TypeError: q, k and v of different or unsupported types.
-        NotImplementedError: there are no kernels for these tensors: on CUDA there are for GPUs of compute
-            capability 9.0 if the build has found nvcc, bfloat16 and float16, head dims that are multiples of 8 up
-            to 128, and the forward pass.
+        NotImplementedError: there are no kernels for these tensors. On CUDA there are, in a build that has
+            found nvcc, for GPUs of compute capability 9.0, bfloat16 and float16, head dims that are multiples
+            of 8 up to 128, and the forward pass.
         RuntimeError: a CUDA graph is being captured and `forest` is no DevicePlan.
     """
     require_tensors(q=q, k=k, v=v)
@@ -234,13 +234,13 @@ _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @torch.library.impl("dualkv::attention_forward", "cuda")
-def _attention_forward_on_cuda(q, k, v, sinks, *segments_and_options):
-    require_same_device(q=q, k=k, v=v, sinks=sinks)
+def _attention_forward_on_cuda(q, k, v, sinks, segments, *options):
+    require_same_device(q=q, k=k, v=v, sinks=sinks, forest=segments if segments.is_cuda else None)
     if q.dtype not in _CUDA_DTYPES:
         supported = " or ".join(map(str, _CUDA_DTYPES))
         raise NotImplementedError(f"on CUDA, q, k and v must be {supported}, got {q.dtype}")
     with torch.cuda.device(q.device):  # the C library launches on the current device
-        return _attention_forward(q, k, v, sinks, *segments_and_options)
+        return _attention_forward(q, k, v, sinks, segments, *options)
 
 
 @torch.library.impl("dualkv::attention_backward", "cpu")

@@ -1,5 +1,5 @@
-"""Plans in the memory of a GPU: uploaded once and kept with a forest's plan, or in a DevicePlan, whose address
-stays, for CUDA graphs."""
+"""Plans in the memory of a GPU: those of forests, uploaded once for all calls, and those in a DevicePlan,
+whose address stays, for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .forest import SegmentForest, plan, tile_sizes, window_argument
 class DevicePlan:
     """Device memory of a fixed size that holds the plan of one forest at a time, for CUDA graphs.
 
-    A captured graph keeps the address of the plan that its kernels read. `dualkv.attention` takes a DevicePlan
-    in place of the forest, inside a capture or not, and the graph can be replayed with another forest after
-    `load`:
+    A captured graph keeps the address of the plan that its kernels read. `dualkv.attention` takes a
+    DevicePlan in place of the forest, inside a capture or not, and the graph can be replayed with another
+    forest after `load`:
 
         slot = dualkv.DevicePlan(forest, num_heads=32, num_kv_heads=8, head_dim=128, max_tokens=65536,
                                  max_bytes=1 << 20)
@@ -30,7 +30,8 @@ class DevicePlan:
         q.copy_(..)                                    # rows past next_forest's may hold anything
         graph.replay()                                 # their results are 0
 
-    Keep it for as long as a graph that has captured it may be replayed.
+    Keep it for as long as a graph that has captured it may be replayed. Streams other than the one of `load`
+    have to wait for that one, as for any tensor.
 
     Attributes:
         forest: the SegmentForest that is loaded.
@@ -46,8 +47,9 @@ class DevicePlan:
             are served if these agree.
         window_left: that of the calls, as in `dualkv.attention`.
         max_tokens: forest's rows if None.
-        max_bytes: the size of the image of forest's plan if None. An image takes some 32 bytes for each
-            query tile and each segment or part of one that the tile sees, and 4 a row with a window.
+        max_bytes: that of forest if None. An image takes some 32 bytes for each pair of a query tile and a
+            segment that it sees, and 4 for each row with a window: 1 MB for 64 groups of 16 responses with
+            P 4096 and R 1024.
         device: a CUDA device.
 
     Raises:
@@ -86,7 +88,7 @@ class DevicePlan:
         The copy is ordered on the current stream, as a kernel would be, and not waited for.
 
         Raises:
-            ValueError: the forest has more than max_tokens rows, or the image of its plan more than max_bytes.
+            ValueError: the forest has more than max_tokens rows, or its image more than max_bytes.
             RuntimeError: a CUDA graph is being captured.
         """
         schedule = self._plan_of(forest)
@@ -118,10 +120,6 @@ class DevicePlan:
                 "q, k and v must have at least the max_tokens rows of the DevicePlan, "
                 f"got {rows} and {self.max_tokens}"
             )
-        if q.device != self.image.device:
-            raise ValueError(
-                f"q, k and v must be on the device of the DevicePlan, got {q.device} and {self.image.device}"
-            )
         if window_left != self._window_left:
             raise ValueError(
                 "window_left must be that of the DevicePlan, got "
@@ -130,18 +128,19 @@ class DevicePlan:
         tiles = _cuda_tiles(q, k)
         if tiles != self._tiles:
             raise ValueError(
-                f"{q.shape[1]} heads, {k.shape[1]} KV heads and head dim {q.shape[2]} need a DevicePlan that was "
-                f"made for them: their tiles are {tiles}, those of this one {self._tiles}"
+                f"{q.shape[1]} heads, {k.shape[1]} KV heads and head dim {q.shape[2]} need a DevicePlan that "
+                f"was made for them: their tiles are {tiles}, those of this one {self._tiles}"
             )
         self._memory.used_by_current_stream()
         return self._plan
 
 
 def plan_on_device(segments, window_left: int, query_row_begin: int, q, k) -> tuple[Handle, torch.Tensor]:
-    """The plan for the operators' argument `segments`, and its image in the memory of q's device, the current
-    one, for work on the current stream. The caller keeps both until that has been launched.
+    """The plan for the operators' argument `segments`, and its image in the memory of q's device, which is
+    the current one, for work on the current stream. The caller keeps both until that has been launched.
 
-    segments: int64 CPU tensor [S, 2], or the image of a DevicePlan. q [Tq, H, D], k [Tk, Hk, D].
+    segments: int64 CPU tensor [S, 2], or the image of a DevicePlan on that device. q [Tq, H, D], k
+    [Tk, Hk, D].
     """
     if segments.is_cuda:
         slot = _device_plans.get(segments.data_ptr())
@@ -152,8 +151,8 @@ def plan_on_device(segments, window_left: int, query_row_begin: int, q, k) -> tu
             )
         return slot._plan_for(q, k, window_left), segments
     _refuse_capture(
-        "a captured graph keeps the address of the plan, and that of a SegmentForest is freed with the cache of "
-        "plans: give dualkv.attention a dualkv.DevicePlan in place of the forest"
+        "it would keep the address of the forest's plan, which is freed when the plan drops out of its "
+        "cache; give dualkv.attention a dualkv.DevicePlan in place of the forest"
     )
     with _lock:
         schedule = plan(segments, window_left, query_row_begin, _cuda_tiles(q, k))

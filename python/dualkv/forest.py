@@ -187,9 +187,9 @@ def plan(
 ) -> Handle:
     """The plan of a forest, made once for all layers and steps that use the same one.
 
-    Segments that end at or before row `query_row_begin` are keys only. `tiles`: see `tile_sizes`; those of the
-    CPU if empty. Plans are found by the content of `segments`, so that a batch may be described anew in every
-    layer or on a recompute.
+    Segments that end at or before row `query_row_begin` are keys only. `tiles` is what `tile_sizes` returns;
+    if empty, those of the CPU are taken. Plans are found by the content of `segments`, so that a batch may be
+    described anew in every layer or on a recompute.
     """
     _require_segments(segments)
     return _cached_plan(segments.contiguous().numpy().tobytes(), window_left, query_row_begin, tiles)

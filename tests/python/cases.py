@@ -20,6 +20,16 @@ def attend(inputs, forest, dout, dlse=None, sinks=None, **options):
     )
 
 
+def attend_forward(inputs, forest, **options) -> dict:
+    out, lse = dualkv.attention(*inputs, forest, return_lse=True, **options)
+    return {"out": out, "lse": lse}
+
+
+def assert_same_bits(found: dict, expected: dict, message="") -> None:
+    for name, bits in expected.items():
+        assert torch.equal(found[name], bits), f"{name}; {message}"
+
+
 def normal(rows, q_heads, kv_heads, dim, dtype, seed=0, scale=1.0):
     """Normal q, k, v and dout."""
     generator = torch.Generator().manual_seed(seed)
@@ -46,10 +56,13 @@ class ThreeAndTwoAndOne:
         ]
         self.dout = torch.ones(6, 1, dim, dtype=dtype)
 
+    def check_forward(self, found):
+        assert torch.equal(found["out"].float().cpu(), self.out.view(6, 1, 1).expand(found["out"].shape))
+        torch.testing.assert_close(found["lse"].cpu(), self.lse.view(1, 6), rtol=0, atol=1e-5)
+
     def check(self, found):
+        self.check_forward(found)
         dtype = found["out"].dtype
-        assert torch.equal(found["out"].float(), self.out.view(6, 1, 1).expand(found["out"].shape))
-        torch.testing.assert_close(found["lse"], self.lse.view(1, 6), rtol=0, atol=1e-5)
         rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
         dv = self.dv.view(6, 1, 1).expand(found["dv"].shape)
         torch.testing.assert_close(found["dv"].float(), dv, rtol=1e-6 + rounding, atol=1e-6)

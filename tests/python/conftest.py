@@ -29,8 +29,8 @@ def poisoned_memory():
 
 @pytest.fixture
 def gpu():
-    """Skips the test where the CUDA kernels cannot run. Not a marker: torch must not have started CUDA in a process
-    whose tests fork."""
+    """The device; skips the test where the CUDA kernels cannot run. Not a marker, which would start CUDA in
+    processes whose tests fork."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
     try:

@@ -8,13 +8,9 @@ import pytest
 import torch
 
 import dualkv
+from cases import assert_same_bits
 from random_batches import Case, paths
 from reference import assert_right
-
-
-def assert_same_bits(actual: dict, expected: dict, message: str) -> None:
-    for name, bits in expected.items():
-        assert torch.equal(actual[name], bits), f"{name} has other bits; {message}"
 
 
 @pytest.mark.parametrize("seed", range(120))

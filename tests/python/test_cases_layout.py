@@ -10,13 +10,8 @@ import pytest
 import torch
 
 import dualkv
-from cases import WIDE_AND_HALF, attend, normal
+from cases import WIDE_AND_HALF, assert_same_bits, attend, normal
 from reference import assert_right
-
-
-def assert_same_bits(found: dict, expected: dict, message="") -> None:
-    for name, bits in expected.items():
-        assert torch.equal(found[name], bits), f"{name}; {message}"
 
 
 def untouched(rows: int, columns: int, dtype) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""The CUDA kernels on random batches: against the oracle, against the CPU, and the bits that are promised to be the
-same. The forward pass."""
+"""The CUDA kernels on random batches: against the oracle, against the CPU, and the bits that are promised to
+be the same. The forward pass."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ import pytest
 import torch
 
 import dualkv
+from cases import assert_same_bits
 from random_batches import CUDA, Case, paths
 from reference import HALF, assert_outputs_right, assert_within_budget, blocks
 
 pytestmark = pytest.mark.usefixtures("gpu")
-
-
-def assert_same_bits(found: dict, expected: dict, message: str) -> None:
-    for name, bits in expected.items():
-        assert torch.equal(found[name], bits), f"{name} has other bits; {message}"
 
 
 def check(case: Case) -> None:
@@ -51,7 +47,7 @@ def test_random_batch(seed):
 
 @pytest.mark.parametrize("seed", range(500, 540))
 def test_like_the_cpu(seed):
-    """The CPU backend in float64 is the oracle, and in the inputs' type the implementation to be compared with."""
+    """The CPU backend in float64 is the oracle, and in the inputs' type what the budget is taken from."""
     case = Case(seed, CUDA)
     found = {name: x.cpu() for name, x in case.outputs().items()}
     inputs = [x.cpu() for x in case.inputs]
