@@ -64,6 +64,8 @@ def flash_attn_dualkv_varlen_func(
         ValueError: any other geometry, or lengths that contradict each other or the tensors; the message
             names the argument and the values.
         TypeError: tensors of different or unsupported types, offsets no integers.
+        NotImplementedError: as `dualkv.attention`.
+        RuntimeError: a CUDA graph is being captured: `dualkv.attention` with a `dualkv.DevicePlan` can be.
     """
     if not causal:
         raise ValueError("causal must be True: attention over shared prefixes is causal, got False")
