@@ -47,9 +47,9 @@ class DevicePlan:
             are served if these agree.
         window_left: that of the calls, as in `dualkv.attention`.
         max_tokens: forest's rows if None.
-        max_bytes: that of forest if None. An image takes some 32 bytes for each pair of a query tile and a
-            segment that it sees, and 4 for each row with a window: 1 MB for 64 groups of 16 responses with
-            P 4096 and R 1024.
+        max_bytes: that of forest if None. An image takes 16 bytes for each query tile and some 32 for each
+            segment that the tile sees: 16 bytes a row are enough for groups of responses of 100 tokens or
+            more, and 24 with a window.
         device: a CUDA device.
 
     Raises:
