@@ -73,11 +73,14 @@ class DevicePlan:
         device = torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"device must be a CUDA device, got {device}")
+        if not isinstance(forest, SegmentForest):
+            raise TypeError(f"forest must be a dualkv.SegmentForest, got {type(forest).__name__}")
         self._window_left = window_argument(window_left)
         self._tiles = tile_sizes(_abi.CUDA, num_heads, num_kv_heads, head_dim)
         self.max_tokens = forest.total_tokens if max_tokens is None else max_tokens
         self.max_bytes = _image_bytes(self._plan_of(forest)) if max_bytes is None else max_bytes
-        self.image = torch.empty(self.max_bytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # so that it can be written to outside of inference mode too
+            self.image = torch.empty(self.max_bytes, dtype=torch.uint8, device=device)
         self._memory = _SharedMemory(self.image)
         self.load(forest)
         _device_plans[self.image.data_ptr()] = self

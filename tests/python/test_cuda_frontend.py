@@ -234,6 +234,15 @@ def test_a_slot_serves_calls_outside_of_graphs():
     assert slot.max_tokens == FOREST.total_tokens and slot.image.numel() == slot.max_bytes
 
 
+def test_a_slot_that_was_made_in_inference_mode_is_loaded_outside_of_it():
+    with torch.inference_mode():
+        slot = dualkv.DevicePlan(FOREST, **DIMENSIONS)
+        attend_forward(tensors(), slot)
+    slot.load(SHORTER)
+    inputs = [x.requires_grad_() for x in tensors()]
+    assert_same_bits(attend_forward(inputs, slot), attend_forward(inputs, SHORTER))
+
+
 def test_a_capture_with_a_plain_forest_is_refused():
     inputs = tensors()
     expected = attend_forward(inputs, FOREST)

@@ -219,6 +219,11 @@ def test_a_device_plan_is_for_cuda():
         dualkv.DevicePlan(FOREST, num_heads=1, num_kv_heads=1, head_dim=64, device="cpu")
 
 
+def test_a_device_plan_is_made_of_a_forest():
+    with pytest.raises(TypeError, match="forest must be a dualkv.SegmentForest, got list"):
+        dualkv.DevicePlan([3, 2], num_heads=1, num_kv_heads=1, head_dim=64)
+
+
 @pytest.mark.skipif(has_cuda_kernels(), reason="this build has CUDA kernels")
 def test_a_device_plan_needs_a_build_with_kernels():
     with pytest.raises(NotImplementedError, match="this build has no CUDA kernels"):
