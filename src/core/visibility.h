@@ -35,10 +35,10 @@ DUALKV_HOST_DEVICE bool IsVisible(int32_t row, int32_t position, int32_t key, co
 // The keys of `segment` that row `row` at position `position` sees.
 DUALKV_HOST_DEVICE Interval VisibleKeys(int32_t row, int32_t position, const dualkv_segment& segment,
                                         int64_t window_left) {
-  if (row < segment.begin || row >= segment.tree_end) {
-    return {segment.begin, segment.begin};
-  }
-  const int32_t end = row < segment.end ? row + 1 : segment.end;
+  // Selections rather than branches: kernels evaluate this for each row of a masked tile.
+  const bool inside = segment.begin <= row && row < segment.tree_end;
+  int32_t end = row < segment.end ? row + 1 : segment.end;
+  end = inside ? end : segment.begin;
   int64_t begin = segment.begin;
   if (window_left >= 0) {
     const int64_t oldest = segment.begin + (static_cast<int64_t>(position) - window_left - segment.position);

@@ -1,8 +1,9 @@
 // Host side of the forward: from the parameters of the C interface to those of the kernel.
 #include <algorithm>
 #include <array>
-#include <numeric>
+#include <limits>
 
+#include "core/error.h"
 #include "core/plan.h"
 #include "cuda/attention.h"
 #include "cuda/attention_forward/config.cuh"
@@ -56,6 +57,9 @@ void AttentionForward(const dualkv_attention_params& params, const core::Plan& p
   const int32_t group = params.num_heads / params.num_kv_heads;
   const int32_t packed = PackedHeads(group, shape.products);
   const int32_t rows_per_tile = plan.forward.tile_sizes.query;
+  const int64_t items = static_cast<int64_t>(plan.forward.tiles.size()) * (params.num_heads / packed);
+  core::Require(items <= std::numeric_limits<int32_t>::max(), "the plan has too many tiles for num_heads ",
+                params.num_heads, " on CUDA: ", plan.forward.tiles.size());
   const auto dtype = static_cast<dualkv_dtype>(params.dtype);
   auto map_rows = [&](const dualkv_tensor& x) {
     return EncodeTensorMap(x.data, dtype,

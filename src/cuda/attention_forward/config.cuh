@@ -12,27 +12,28 @@
 namespace dualkv::cuda::attention_forward {
 
 // A query tile is 64 rows of the products for each consumer warpgroup; a row of a product is a query row and
-// a head: the heads that share keys are packed side by side. Registers are for each thread.
+// a head: heads that share keys are packed side by side.
+//
+// A warp's softmax takes as long as its products, and one exponential at a time keeps the warp from issuing
+// anything else. So it takes three or four consumers to keep the tensor cores busy, and their registers bound
+// the key tile. Registers are for each thread; docs/hopper_forward.md has the budget.
 template <int kHeadDim>
 struct Config;
 
-// Of 232 registers: 64 sums, 64 scores, 32 packed probabilities.
 template <>
 struct Config<128> {
-  static constexpr int kKeyTile = 128;
-  static constexpr int kConsumers = 2;
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 224;
-};
-
-// The exponentials take as long as the products here: a third warpgroup keeps both units busy. Of 160
-// registers: 32 sums, 64 scores, 32 packed probabilities.
-template <>
-struct Config<64> {
-  static constexpr int kKeyTile = 128;
+  static constexpr int kKeyTile = 80;
   static constexpr int kConsumers = 3;
   static constexpr int kProducerRegisters = 32;
-  static constexpr int kConsumerRegisters = 160;
+  static constexpr int kConsumerRegisters = 160;  // 64 sums, 40 scores, 20 of packed weights
+};
+
+template <>
+struct Config<64> {
+  static constexpr int kKeyTile = 64;
+  static constexpr int kConsumers = 4;
+  static constexpr int kProducerRegisters = 32;
+  static constexpr int kConsumerRegisters = 112;  // 32 sums, 32 scores, 16 of packed weights
 };
 
 template <int kHeadDim>
@@ -40,25 +41,41 @@ inline constexpr int kQueryTile = 64 * Config<kHeadDim>::kConsumers;
 template <int kHeadDim>
 inline constexpr int kThreads = 128 * (1 + Config<kHeadDim>::kConsumers);
 
+// Warpgroups exchange registers among those that the block was started with, or wait for ever.
+template <int kHeadDim>
+inline constexpr bool kRegistersSuffice = 128 * (Config<kHeadDim>::kProducerRegisters +
+                                                 Config<kHeadDim>::kConsumers *
+                                                     Config<kHeadDim>::kConsumerRegisters) <=
+                                          65536 / kThreads<kHeadDim> / 8 * 8 * kThreads<kHeadDim>;
+
 inline constexpr int kStages = 2;        // of keys and of values, each
 inline constexpr int kQueryBuffers = 2;  // the next tile's queries are copied while this one's are in use
 
-// One step of the consumers: a key tile for a query tile. The producer reads the plan and writes steps.
-struct alignas(16) Step {
+// What the consumers work on. The producer reads the plan and writes these beside the tiles.
+struct QueryTile {
+  int32_t row_begin;  // rows [row_begin, row_end)
+  int32_t row_end;
+  int32_t head_begin;  // its first head
+};
+
+// Which query row and head of its tile a row of the products is.
+struct ProductRow {
+  static constexpr int16_t kNone = INT16_MAX;
+  int16_t row;  // kNone: the packed heads do not fill the tile
+  int16_t head;
+};
+
+// A key tile for a query tile.
+struct alignas(8) Step {
   enum Flag : int32_t {
-    kFirst = 1,     // of its query tile; the fields of the tile are valid
-    kLast = 2,      // of its query tile
-    kMasked = 4,    // some row does not see some key
-    kNarrow = 8,    // no row sees a key of the tile's second half
-    kPastEnd = 16,  // the tile reaches past the forest
-    kEnd = 32,      // there are no more steps; this is none
+    kFirst = 1,    // of its query tile
+    kMasked = 2,   // some row does not see some key
+    kPastEnd = 4,  // the key tile reaches past the forest
+    kEnd = 8,      // this is no step: there are no more
   };
   int32_t flags;
   int32_t key_begin;
   dualkv_segment segment;  // of the keys
-  int32_t row_begin;       // query tile: rows [row_begin, row_end)
-  int32_t row_end;
-  int32_t head_begin;  // query tile: its first head
 };
 
 template <class Element, int kHeadDim>
@@ -69,7 +86,9 @@ struct SharedMemory {
   alignas(1024) Element queries[kQueryBuffers][kBoxes][kQueryTile<kHeadDim>][64];
   alignas(1024) Element keys[kStages][kBoxes][kKeyTile][64];
   alignas(1024) Element values[kStages][kBoxes][kKeyTile][64];
-  Step steps[kStages];  // comes with the keys
+  ProductRow product_rows[kQueryTile<kHeadDim>];
+  QueryTile query_tiles[kQueryBuffers];  // comes with the queries
+  Step steps[kStages];                   // comes with the keys
   ptx::Mbarrier queries_full[kQueryBuffers], queries_empty[kQueryBuffers];
   ptx::Mbarrier keys_full[kStages], keys_empty[kStages];
   ptx::Mbarrier values_full[kStages], values_empty[kStages];

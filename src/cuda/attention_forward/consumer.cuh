@@ -6,6 +6,9 @@
 // last of the tile before.
 #pragma once
 
+#include <cfloat>
+#include <type_traits>
+
 #include "core/visibility.h"
 #include "cuda/attention_forward/config.cuh"
 #include "cuda/attention_forward/softmax.cuh"
@@ -15,26 +18,19 @@
 
 namespace dualkv::cuda::attention_forward {
 
-// kGeneralScores: scores are softcapped, or their scale is not positive.
-template <class Element, int kHeadDim, bool kGeneralScores>
+// kSoftcap: whether scores are softcapped.
+template <class Element, int kHeadDim, bool kSoftcap>
 class Consumer {
   using Memory = SharedMemory<Element, kHeadDim>;
   static constexpr int kKeyTile = Config<kHeadDim>::kKeyTile;
   static constexpr int kConsumers = Config<kHeadDim>::kConsumers;
   static constexpr int kScores = kKeyTile / 2;  // accumulators of a thread
   static constexpr int kSums = kHeadDim / 2;
+  static constexpr int kSlack =
+      std::is_same_v<Element, __half> ? 2 : 8;  // weights below 2^-24 vanish in fp16
 
   static constexpr uint32_t kRowBytes = 128;  // of a box
   static constexpr uint32_t kAtomBytes = 8 * kRowBytes;
-  enum NamedBarrier : uint32_t { kTurn = 1, kOwn = kTurn + kConsumers };  // one for each consumer
-
-  // The part of a query tile that a thread needs.
-  struct Tile {
-    int32_t row_begin;
-    int32_t row_end;
-    int32_t head_begin;
-    int32_t position[2];  // of its two rows, with a window
-  };
 
  public:
   // index: of this warpgroup among the consumers.
@@ -43,100 +39,95 @@ class Consumer {
         memory_(memory),
         index_(index),
         lane_(threadIdx.x % 32),
+        top_(64 * index + threadIdx.x % 128 / 32 * 16),
         window_left_(params.plan->window_left),
         total_tokens_(params.plan->total_tokens) {
-    const int32_t top = 64 * index + threadIdx.x % 128 / 32 * 16 + lane_ / 4;
-    for (int i = 0; i < 2; ++i) {
-      row_in_tile_[i] = (top + 8 * i) / params.packed;
-      head_in_pack_[i] = (top + 8 * i) % params.packed;
-    }
-    softmax_.factor = kGeneralScores ? 1.0f : params.scale * kLog2E;
+    // A scale of 0 becomes one that leaves no score different from 0: hidden scores stay infinite.
+    const float factor = params.scale != 0 ? params.scale * kLog2E : FLT_MIN;
+    softmax_.factor = kSoftcap ? 1.0f : factor;
     softmax_.Reset();
   }
 
   __device__ __forceinline__ void Run() {
     float scores[kScores];
     float sums[kSums];
-    uint32_t weights[kScores / 2];  // exp(score - max), packed
+    uint32_t weights[kScores / 2];  // exponentials of the scores, packed
     float rescale[2];
 
-    if (index_ == kConsumers - 1) {
-      PassTurn();
-    }
     StepHead step = WaitStep();
     if (step.flags & Step::kEnd) {
       return;
     }
-    Tile tile = WaitTile();
-    WaitTurn();
+    WaitQueries();
     ptx::WgmmaFence();
     MultiplyKeys(scores);
     ptx::WgmmaCommit();
-    PassTurn();
     ptx::WgmmaWait<0>();
     ptx::Pin(scores);
-    FinishScores(step.flags, tile, scores);
+    FinishScores(step.flags, scores);
     softmax_.Update(scores, rescale);
     PackWeights(scores, weights);
 
-    while (true) {
-      const StepHead next = WaitStep();
-      if (next.flags & Step::kEnd) {
-        break;
-      }
-      const bool first = next.flags & Step::kFirst;
-      Tile next_tile = tile;
-      if (first) {
-        next_tile = WaitTile();
-      }
-      WaitTurn();
+    // The scores of `next` and the values' product of `step`.
+    auto multiply = [&] {
+      WaitValues(step);
       ptx::WgmmaFence();
       MultiplyKeys(scores);
       ptx::WgmmaCommit();
       MultiplyValues(step, weights, sums);
       ptx::WgmmaCommit();
-      PassTurn();
       ptx::WgmmaWait<1>();
       ptx::Pin(scores);
-      FinishScores(next.flags, next_tile, scores);
-      if (first) {
+    };
+    StepHead next = WaitStep();
+    while (true) {
+      while (!(next.flags & (Step::kFirst | Step::kEnd))) {
+        multiply();
+        FinishScores(next.flags, scores);
+        const bool rescaled =
+            softmax_.settled ? softmax_.UpdateSettled(scores, rescale) : softmax_.Update(scores, rescale);
+        step = next;
+        // NOTE: ptxas moves the wait for the values' product to the front of its basic block, in front of the
+        // softmax. This wait, in between, is a loop and ends the block.
+        next = WaitStep();
         ptx::WgmmaWait<0>();
         ptx::Pin(sums);
-        FinishTile(tile, sums);
-        tile = next_tile;
+        Release(memory_.values_empty, values_);
+        if (rescaled) {
+#pragma unroll
+          for (int i = 0; i < kSums; ++i) {
+            sums[i] *= rescale[i / 2 % 2];
+          }
+        }
+        PackWeights(scores, weights);
       }
-      softmax_.Update(scores, rescale);
+      if (next.flags & Step::kEnd) {
+        break;
+      }
+      scored_.Next();
+      WaitQueries();
+      multiply();
+      FinishScores(next.flags, scores);
       ptx::WgmmaWait<0>();
       ptx::Pin(sums);
-      ReleaseValues();
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        sums[i] *= rescale[i / 2 % 2];
-      }
+      Release(memory_.values_empty, values_);
+      FinishTile(sums);
+      softmax_.Update(scores, rescale);
       PackWeights(scores, weights);
       step = next;
+      next = WaitStep();
     }
 
-    WaitTurn();
+    WaitValues(step);
     ptx::WgmmaFence();
     MultiplyValues(step, weights, sums);
     ptx::WgmmaCommit();
-    PassTurn();
     ptx::WgmmaWait<0>();
     ptx::Pin(sums);
-    FinishTile(tile, sums);
-    if (index_ == 0) {
-      WaitTurn();  // takes up the turn that is left
-    }
+    FinishTile(sums);
   }
 
  private:
-  // The consumers issue their products in turns, so that one's softmax falls into the products of the others.
-  __device__ __forceinline__ void WaitTurn() { ptx::NamedBarrierSync(kTurn + index_, 256); }
-  __device__ __forceinline__ void PassTurn() {
-    ptx::NamedBarrierArrive(kTurn + (index_ + 1) % kConsumers, 256);
-  }
-
   struct StepHead {
     int32_t flags;
     int32_t key_begin;
@@ -150,20 +141,19 @@ class Consumer {
     return {__shfl_sync(0xffffffff, step.flags, 0), step.key_begin};
   }
 
-  __device__ __forceinline__ Tile WaitTile() {
-    ptx::MbarrierWait(&memory_.queries_full[queries_.index], queries_.parity);
-    return ReadTile(memory_.steps[keys_.index]);
+  __device__ __forceinline__ void WaitQueries() {
+    ptx::MbarrierWait(&memory_.queries_full[scored_.index], scored_.parity);
   }
 
   // The scores of the step are computed: hides what is not visible, and lets go of the keys.
-  __device__ __forceinline__ void FinishScores(int32_t flags, const Tile& tile, float (&scores)[kScores]) {
-    if constexpr (kGeneralScores) {
-      Transform(scores);
+  __device__ __forceinline__ void FinishScores(int32_t flags, float (&scores)[kScores]) {
+    if constexpr (kSoftcap) {
+      Cap(scores);
     }
     if (flags & Step::kMasked) {
-      Mask(memory_.steps[keys_.index], tile, scores);
+      Mask(scores);
     }
-    ReleaseKeys(flags);
+    Release(memory_.keys_empty, keys_);
   }
 
   __device__ __forceinline__ void PackWeights(const float (&scores)[kScores],
@@ -174,29 +164,19 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void ReleaseKeys(int32_t flags) {
+  // Lets the producer overwrite a buffer.
+  template <int kSize>
+  __device__ __forceinline__ void Release(ptx::Mbarrier (&empty)[kSize], RingPosition<kSize>& position) {
+    __syncwarp();
     if (lane_ == 0) {
-      ptx::MbarrierArrive(&memory_.keys_empty[keys_.index]);
+      ptx::MbarrierArrive(&empty[position.index]);
     }
-    keys_.Next();
-    if (flags & Step::kLast) {
-      if (lane_ == 0) {
-        ptx::MbarrierArrive(&memory_.queries_empty[queries_.index]);
-      }
-      queries_.Next();
-    }
-  }
-
-  __device__ __forceinline__ void ReleaseValues() {
-    if (lane_ == 0) {
-      ptx::MbarrierArrive(&memory_.values_empty[values_.index]);
-    }
-    values_.Next();
+    position.Next();
   }
 
   // scores = queries keys^T
   __device__ __forceinline__ void MultiplyKeys(float (&scores)[kScores]) {
-    const uint64_t a = ptx::SharedOperand(memory_.queries[queries_.index][0][64 * index_], kAtomBytes);
+    const uint64_t a = ptx::SharedOperand(memory_.queries[scored_.index][0][64 * index_], kAtomBytes);
     const uint64_t b = ptx::SharedOperand(memory_.keys[keys_.index], kAtomBytes);
 #pragma unroll
     for (int box = 0; box < Memory::kBoxes; ++box) {
@@ -209,25 +189,22 @@ class Consumer {
     }
   }
 
-  // sums += weights values
-  __device__ __forceinline__ void MultiplyValues(StepHead step, const uint32_t (&weights)[kScores / 2],
-                                                 float (&sums)[kSums]) {
+  __device__ __forceinline__ void WaitValues(StepHead step) {
     ptx::MbarrierWait(&memory_.values_full[values_.index], values_.parity);
     if (step.flags & Step::kPastEnd) {
       ClearValues(total_tokens_ - step.key_begin);
     }
+  }
+
+  // sums += weights values
+  __device__ __forceinline__ void MultiplyValues(StepHead step, const uint32_t (&weights)[kScores / 2],
+                                                 float (&sums)[kSums]) {
     const uint64_t b = ptx::SharedOperand(memory_.values[values_.index], kAtomBytes, kKeyTile * kRowBytes);
     const bool first = step.flags & Step::kFirst;
-    auto multiply = [&](int begin, int end) {
 #pragma unroll
-      for (int k = begin; k < end; ++k) {
-        ptx::Wgmma<Element, kHeadDim>::Registers(sums, weights + 4 * k, ptx::Advance(b, 2 * k * kAtomBytes),
-                                                 k > 0 || !first);
-      }
-    };
-    multiply(0, kKeyTile / 32);
-    if (!(step.flags & Step::kNarrow)) {
-      multiply(kKeyTile / 32, kKeyTile / 16);
+    for (int k = 0; k < kKeyTile / 16; ++k) {
+      ptx::Wgmma<Element, kHeadDim>::Registers(sums, weights + 4 * k, ptx::Advance(b, 2 * k * kAtomBytes),
+                                               k > 0 || !first);
     }
   }
 
@@ -239,71 +216,68 @@ class Consumer {
       }
     }
     ptx::FenceProxyAsync();
-    ptx::NamedBarrierSync(kOwn + index_, 128);
+    ptx::NamedBarrierSync(1 + index_, 128);
   }
 
-  __device__ __forceinline__ Tile ReadTile(const Step& step) const {
-    Tile tile = {step.row_begin, step.row_end, step.head_begin, {0, 0}};
-    if (window_left_ >= 0) {
-      const auto* positions = reinterpret_cast<const int32_t*>(
-          reinterpret_cast<const std::byte*>(params_.plan) + params_.plan->positions);
-      for (int i = 0; i < 2; ++i) {
-        const int32_t row = tile.row_begin + row_in_tile_[i];
-        tile.position[i] = row < tile.row_end ? __ldg(positions + row) : 0;
-      }
-    }
-    return tile;
-  }
-
-  // To the units of base-2 exponents.
-  __device__ __forceinline__ void Transform(float (&scores)[kScores]) const {
-    if (params_.softcap > 0) {
-      // tanh(x) = 1 - 2 / (1 + exp(2 x))
-      const float to_exponent = 2 * kLog2E * params_.scale / params_.softcap, cap = params_.softcap * kLog2E;
+  // Softcaps the scores, in the units of base-2 exponents: tanh(x) = 1 - 2 / (1 + exp(2 x)).
+  __device__ __forceinline__ void Cap(float (&scores)[kScores]) const {
+    const float to_exponent = 2 * kLog2E * params_.scale / params_.softcap, cap = params_.softcap * kLog2E;
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        scores[i] = fmaf(ptx::Reciprocal(1.0f + ptx::Exp2(scores[i] * to_exponent)), -2 * cap, cap);
-      }
-    } else {
-      const float factor = params_.scale * kLog2E;
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        scores[i] *= factor;
-      }
+    for (int i = 0; i < kScores; ++i) {
+      scores[i] = fmaf(ptx::Reciprocal(1.0f + ptx::Exp2(scores[i] * to_exponent)), -2 * cap, cap);
     }
   }
 
   // Hides the keys that a row does not see.
-  __device__ __forceinline__ void Mask(const Step& step, const Tile& tile, float (&scores)[kScores]) const {
-    const dualkv_segment segment = step.segment;
+  __device__ __forceinline__ void Mask(float (&scores)[kScores]) const {
+    const Step& step = memory_.steps[keys_.index];
+    const QueryTile& tile = memory_.query_tiles[scored_.index];
+    const int32_t column = step.key_begin + 2 * (lane_ % 4);  // of the thread's first score
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const core::Interval keys =
-          core::VisibleKeys(tile.row_begin + row_in_tile_[i], tile.position[i], segment, window_left_);
-      const int32_t column = step.key_begin + 2 * (lane_ % 4);  // of the thread's first score
-      const int32_t begin = keys.begin - column, end = keys.end - column;
-#pragma unroll
-      for (int block = 0; block < kScores / 4; ++block) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& score = scores[4 * block + 2 * i + j];
-          score = 8 * block + j >= begin && 8 * block + j < end ? score : -INFINITY;
-        }
+      const int32_t row = tile.row_begin + memory_.product_rows[top_ + 8 * i + lane_ / 4].row;
+      const int32_t position = window_left_ >= 0 && row < tile.row_end ? __ldg(Positions() + row) : 0;
+      // Rows that are not the tile's see all keys: their numbers are not used, but should be ordinary ones.
+      const core::Interval keys = row < tile.row_end
+                                      ? core::VisibleKeys(row, position, step.segment, window_left_)
+                                      : core::Interval{step.key_begin, step.key_begin + kKeyTile};
+      Hide(scores, i, [&](int32_t key) { return key >= keys.end - column; });
+      if (window_left_ >= 0) {
+        Hide(scores, i, [&](int32_t key) { return key < keys.begin - column; });
       }
     }
   }
 
-  // Writes out and lse of the tile's rows; the softmax starts anew.
-  __device__ __forceinline__ void FinishTile(const Tile& tile, const float (&sums)[kSums]) {
+  // Hides the keys of row i for which hidden(key), counted from the thread's first score.
+  template <class Hidden>
+  __device__ __forceinline__ void Hide(float (&scores)[kScores], int i, Hidden hidden) const {
+    const float hidden_score = copysignf(INFINITY, -softmax_.factor);  // its exponent is -inf
+#pragma unroll
+    for (int s = 2 * i; s < kScores; s += 4) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        scores[s + j] = hidden(2 * (s - 2 * i) + j) ? hidden_score : scores[s + j];
+      }
+    }
+  }
+
+  __device__ __forceinline__ const int32_t* Positions() const {
+    return reinterpret_cast<const int32_t*>(reinterpret_cast<const std::byte*>(params_.plan) +
+                                            params_.plan->positions);
+  }
+
+  // Writes out and lse of the tile's rows, and lets go of it; the softmax starts anew.
+  __device__ __forceinline__ void FinishTile(const float (&sums)[kSums]) {
+    const int32_t lane = ptx::FreshLane();
+    const QueryTile tile = memory_.query_tiles[summed_.index];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int32_t row = tile.row_begin + row_in_tile_[i], head = tile.head_begin + head_in_pack_[i];
-      const int32_t target = row - params_.query_row_begin;
-      const bool valid = row < tile.row_end && target >= 0 && target < params_.query_rows &&
-                         row_in_tile_[i] < params_.rows_per_tile;
+      const ProductRow row = memory_.product_rows[top_ + 8 * i + lane / 4];
+      const int32_t head = tile.head_begin + row.head, target = TargetRow(tile, row);
+      const bool valid = target >= 0;
       float lse;
       const float factor = softmax_.Finish(i, valid && params_.sinks ? params_.sinks[head] : -INFINITY, &lse);
-      if (valid && params_.lse != nullptr && lane_ % 4 == 0) {
+      if (valid && params_.lse != nullptr && lane % 4 == 0) {
         params_.lse[static_cast<int64_t>(head) * params_.query_rows + target] = lse;
       }
       Element* out = static_cast<Element*>(params_.out) + target * params_.out_row_stride +
@@ -317,21 +291,22 @@ class Consumer {
           const float* pair = sums + 4 * (block + b) + 2 * i;
           words[b] = ptx::Pack<Element>(pair[0] * factor, pair[1] * factor);
         }
-        TransposeInQuad(words);
-        const int32_t column = 8 * (block + lane_ % 4);
-        if (valid && column < params_.head_dim) {
-          *reinterpret_cast<uint4*>(out + column) = {words[0], words[1], words[2], words[3]};
+        TransposeInQuad(lane, words);
+        const int32_t column = block + lane % 4;
+        if (valid && 8 * column < params_.head_dim) {
+          reinterpret_cast<uint4*>(out)[column] = {words[0], words[1], words[2], words[3]};
         }
       }
     }
     softmax_.Reset();
+    Release(memory_.queries_empty, summed_);
   }
 
   // words[b] of lane q goes to words[q] of lane b, within each four lanes.
-  __device__ __forceinline__ void TransposeInQuad(uint32_t (&words)[4]) const {
+  static __device__ __forceinline__ void TransposeInQuad(int32_t lane, uint32_t (&words)[4]) {
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) {
-      const bool upper = lane_ & bit;
+      const bool upper = lane & bit;
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
         if (!(b & bit)) {
@@ -342,16 +317,22 @@ class Consumer {
     }
   }
 
+  // Row of out and lse; -1 if it is not to be written.
+  __device__ __forceinline__ int32_t TargetRow(const QueryTile& tile, ProductRow product_row) const {
+    const int32_t row = tile.row_begin + product_row.row, target = row - params_.query_row_begin;
+    return row < tile.row_end && target < params_.query_rows ? target : -1;
+  }
+
   const Params& params_;
   Memory& memory_;
   const uint32_t index_;
   const int32_t lane_;
+  const int32_t top_;  // first of the warp's 16 rows of products
   const int32_t window_left_;
   const int32_t total_tokens_;
-  int32_t row_in_tile_[2];  // of this thread's two rows of products
-  int32_t head_in_pack_[2];
-  Softmax softmax_;
-  RingPosition<kQueryBuffers> queries_;
+  Softmax<kSoftcap, kSlack> softmax_;
+  RingPosition<kQueryBuffers> scored_;  // the query tile whose scores are computed
+  RingPosition<kQueryBuffers> summed_;  // the one whose sums are
   RingPosition<kStages> keys_;
   RingPosition<kStages> values_;
 };

@@ -11,12 +11,13 @@
 
 namespace dualkv::cuda::attention_forward {
 
-template <class Element, int kHeadDim, bool kGeneralScores>
+template <class Element, int kHeadDim, bool kSoftcap>
 __global__ void __launch_bounds__(kThreads<kHeadDim>, 1) Kernel(const __grid_constant__ Params params) {
   using Tiles = Config<kHeadDim>;
+  static_assert(kRegistersSuffice<kHeadDim>);
   using Memory = SharedMemory<Element, kHeadDim>;
-  extern __shared__ std::byte unaligned[];
-  Memory& memory = *reinterpret_cast<Memory*>((reinterpret_cast<uintptr_t>(unaligned) + 1023) / 1024 * 1024);
+  extern __shared__ __align__(1024) std::byte shared[];
+  Memory& memory = *reinterpret_cast<Memory*>(shared);
 
   if (threadIdx.x == 0) {
     constexpr uint32_t kConsumerWarps = 4 * Tiles::kConsumers;
@@ -33,28 +34,48 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>, 1) Kernel(const __grid_con
     init(memory.values_full, memory.values_empty);
     ptx::FenceMbarrierInit();
   }
+  // Rows that no copy reaches, if the packed heads do not fill the tile, stay 0.
+  const int32_t filled = params.rows_per_tile * params.packed;
+  for (int32_t row = threadIdx.x; row < kQueryTile<kHeadDim>; row += kThreads<kHeadDim>) {
+    const bool used = row < filled;
+    memory.product_rows[row] = {
+        used ? static_cast<int16_t>(row / params.packed) : ProductRow::kNone,
+        used ? static_cast<int16_t>(row % params.packed) : int16_t{0},
+    };
+    for (int i = 0; !used && i < kQueryBuffers * Memory::kBoxes * 8; ++i) {
+      reinterpret_cast<int4*>(memory.queries[i / 8 / Memory::kBoxes][i / 8 % Memory::kBoxes][row])[i % 8] =
+          int4{};
+    }
+  }
+  ptx::FenceProxyAsync();
   __syncthreads();
 
   const uint32_t warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     ptx::DecreaseRegisters<Tiles::kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      Producer<Element, kHeadDim>(params, memory).Run();
-    } else if (threadIdx.x >= 32) {
-      ClearRows<Element>(params, blockIdx.x * 3 + threadIdx.x / 32 - 1, gridDim.x * 3);
+    const uint32_t warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    if (warp == 0) {
+      if (threadIdx.x % 32 == 0) {
+        ProduceKeys(params, memory);
+      }
+    } else if (warp == 1) {
+      if (threadIdx.x % 32 == 0) {
+        ProduceValues(params, memory);
+      }
+    } else {
+      ClearRows<Element>(params, blockIdx.x * 2 + warp - 2, gridDim.x * 2);
     }
   } else {
     ptx::IncreaseRegisters<Tiles::kConsumerRegisters>();
-    Consumer<Element, kHeadDim, kGeneralScores>(params, memory, warpgroup - 1).Run();
+    Consumer<Element, kHeadDim, kSoftcap>(params, memory, warpgroup - 1).Run();
   }
 }
 
 // Launches the kernel for these parameters.
 template <class Element, int kHeadDim>
 void Launch(const Params& params, cudaStream_t stream) {
-  constexpr size_t kBytes = sizeof(SharedMemory<Element, kHeadDim>) + 1023;
-  const bool general = params.softcap > 0 || params.scale <= 0;
-  LaunchPersistent(general ? Kernel<Element, kHeadDim, true> : Kernel<Element, kHeadDim, false>,
+  constexpr size_t kBytes = sizeof(SharedMemory<Element, kHeadDim>);
+  LaunchPersistent(params.softcap > 0 ? Kernel<Element, kHeadDim, true> : Kernel<Element, kHeadDim, false>,
                    kThreads<kHeadDim>, kBytes, stream, params);
 }
 

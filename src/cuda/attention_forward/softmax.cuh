@@ -22,54 +22,125 @@ __device__ __forceinline__ float QuadSum(float x) {
   return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
-// Scores become base-2 exponents when multiplied by `factor` > 0.
+// Scores become base-2 exponents: factor * score - shift, with a shift for each row that keeps them below 0.
+// A shift stays until an exponent reaches 0; then it moves so that the row's largest exponent is -kSlack.
+// Relative errors do not depend on the shift, and most steps neither look for a maximum nor rescale what has
+// been summed: that no exponent has reached 0 is seen by their signs. All decisions are a row's own, so its
+// bits do not depend on other rows.
+//
+// kUnitFactor: the factor is 1. kSlack: the less, the more often shifts move; the more, the more of the range
+// of the type that weights are rounded to stays unused.
+template <bool kUnitFactor, int kSlack>
 struct Softmax {
-  float factor;
-  float max[2];    // largest score so far
-  float total[2];  // this thread's share of the sum of exp2(factor * (score - max))
+  // Exponents of a shift beyond this are not computed by a fused multiply-add, whose result for equal scores
+  // would differ from the shift by its rounding.
+  static constexpr float kLargeShift = 1024.0f;
+
+  float factor;    // not 0
+  float shift[2];  // -inf: the row has not seen a key
+  float total[2];  // this thread's share of the sum of exp2(exponent)
+  bool settled;    // all rows of the warp have shifts that are not large
 
   __device__ __forceinline__ void Reset() {
-    max[0] = max[1] = -INFINITY;
+    shift[0] = shift[1] = -INFINITY;
     total[0] = total[1] = 0.0f;
+    settled = false;
   }
 
-  // Turns scores into exp2(factor * (score - max)) with the new maximum. What has been summed so far is to be
-  // multiplied by `rescale`. A score of -inf counts for nothing, and leaves a row as it was, to the bit.
+  // Turns scores into exp2(exponent). What has been summed so far is to be multiplied by `rescale` if the
+  // result, the same for the whole warp, is true. A score of -inf counts for nothing, and leaves a row as it
+  // was, to the bit.
   template <int kScores>
-  __device__ __forceinline__ void Update(float (&scores)[kScores], float (&rescale)[2]) {
+  __device__ __forceinline__ bool Update(float (&scores)[kScores], float (&rescale)[2]) {
+    float base[2], before[2], after[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float new_max = max[i];
-#pragma unroll
-      for (int s = 2 * i; s < kScores; s += 4) {
-        new_max = fmaxf(new_max, fmaxf(scores[s], scores[s + 1]));
-      }
-      new_max = QuadMax(new_max);
-      // While a row has seen no key its maximum is -inf; any finite one keeps its exponentials at 0.
-      const float shift = new_max == -INFINITY ? 0.0f : new_max * factor;
-      rescale[i] = ptx::Exp2(fmaf(max[i], factor, -shift));
-      max[i] = new_max;
-      float sum = 0.0f;
-#pragma unroll
-      for (int s = 2 * i; s < kScores; s += 4) {
-        scores[s] = ptx::Exp2(fmaf(scores[s], factor, -shift));
-        scores[s + 1] = ptx::Exp2(fmaf(scores[s + 1], factor, -shift));
-        sum += scores[s] + scores[s + 1];
-      }
-      total[i] = fmaf(total[i], rescale[i], sum);
+      base[i] = shift[i] == -INFINITY ? 0.0f : shift[i];
+      const bool large = !kUnitFactor && fabsf(base[i]) > kLargeShift;
+      before[i] = large ? factor : 1.0f;
+      after[i] = large || kUnitFactor ? 1.0f : factor;
     }
+#pragma unroll
+    for (int s = 0; s < kScores; ++s) {
+      const int i = s / 2 % 2;
+      scores[s] = fmaf(kUnitFactor ? scores[s] : scores[s] * before[i], after[i], -base[i]);
+    }
+    const bool moved = MoveShifts(scores, rescale);
+    Exponentiate(scores);
+    return moved;
+  }
+
+  // The same, if `settled`.
+  template <int kScores>
+  __device__ __forceinline__ bool UpdateSettled(float (&scores)[kScores], float (&rescale)[2]) {
+    uint32_t negative = 0x80000000;
+#pragma unroll
+    for (int s = 0; s < kScores; ++s) {
+      scores[s] = fmaf(scores[s], kUnitFactor ? 1.0f : factor, -shift[s / 2 % 2]);
+      negative &= __float_as_uint(scores[s]);
+    }
+    bool moved = false;
+    if (__any_sync(0xffffffff, negative == 0)) {
+      moved = MoveShifts(scores, rescale);
+    }
+    Exponentiate(scores);
+    return moved;
   }
 
   // Of row i at the end: what its sum is to be multiplied by, with `sink` (-inf: none), a further score in
   // the units of exp, in the denominator; and the natural log of that.
   __device__ __forceinline__ float Finish(int i, float sink, float* lse) const {
     const float sum = QuadSum(total[i]);
-    const float own = max[i] * factor, other = sink * kLog2E;
-    const float top = fmaxf(own, other);
-    const float weight = ptx::Exp2(own - top);
+    const float other = sink * kLog2E;
+    const float top = fmaxf(shift[i], other);
+    const float weight = ptx::Exp2(shift[i] - top);
     const float denominator = fmaf(sum, weight, ptx::Exp2(other - top));
-    *lse = (top + log2f(denominator)) * kLn2;
-    return weight / denominator;
+    *lse = (top + ptx::Log2(denominator)) * kLn2;
+    return weight * ptx::Reciprocal(denominator);
+  }
+
+ private:
+  // Moves the shifts of rows with an exponent that is not below 0, and of those that see their first key.
+  template <int kScores>
+  __device__ __forceinline__ bool MoveShifts(float (&exponents)[kScores], float (&rescale)[2]) {
+    bool moved = false, unsettled = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float tops[2] = {exponents[2 * i], exponents[2 * i + 1]};
+#pragma unroll
+      for (int s = 2 * i + 4; s < kScores; s += 4) {
+        tops[0] = fmaxf(tops[0], exponents[s]);
+        tops[1] = fmaxf(tops[1], exponents[s + 1]);
+      }
+      const float top = QuadMax(fmaxf(tops[0], tops[1]));
+      const bool fresh = shift[i] == -INFINITY;
+      const bool moves = fresh ? top > -INFINITY : top >= 0.0f;
+      const float move = moves ? top + kSlack : 0.0f;
+#pragma unroll
+      for (int s = 2 * i; s < kScores; s += 4) {
+        exponents[s] -= move;
+        exponents[s + 1] -= move;
+      }
+      rescale[i] = fresh ? 1.0f : ptx::Exp2(-move);  // the sums of a fresh row are 0
+      total[i] *= rescale[i];
+      shift[i] = moves ? (fresh ? 0.0f : shift[i]) + move : shift[i];
+      moved |= moves && !fresh;
+      unsettled |= !(fabsf(shift[i]) <= kLargeShift);
+    }
+    settled = !__any_sync(0xffffffff, unsettled);
+    return __any_sync(0xffffffff, moved);
+  }
+
+  template <int kScores>
+  __device__ __forceinline__ void Exponentiate(float (&exponents)[kScores]) {
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int s = 0; s < kScores; ++s) {
+      exponents[s] = ptx::Exp2(exponents[s]);
+      sums[s % 4] += exponents[s];
+    }
+    total[0] += sums[0] + sums[1];
+    total[1] += sums[2] + sums[3];
   }
 };
 
