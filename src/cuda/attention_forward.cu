@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <numbers>
 
 #include "core/error.h"
 #include "core/plan.h"
@@ -67,6 +68,10 @@ void AttentionForward(const dualkv_attention_params& params, const core::Plan& p
                                                         {params.num_kv_heads, x.head_stride, 1},
                                                         {params.key_rows, x.row_stride, shape.keys}}});
   };
+  constexpr double kLog2E = std::numbers::log2e;
+  static constexpr double kMost = std::numeric_limits<float>::max();
+  auto narrow = [](double x) { return static_cast<float>(std::clamp(x, -kMost, kMost)); };
+  const float scale = narrow(params.scale * kLog2E);
   const Params kernel_params = {
       .queries = EncodeTensorMap(
           params.q.data, dtype,
@@ -89,8 +94,10 @@ void AttentionForward(const dualkv_attention_params& params, const core::Plan& p
       .packed = packed,
       .packs_per_kv_head = group / packed,
       .rows_per_tile = rows_per_tile,
-      .scale = static_cast<float>(params.scale),
-      .softcap = static_cast<float>(params.softcap)};
+      // A scale of 0 becomes one that leaves no score different from 0: hidden scores stay infinite.
+      .exponent_scale = scale != 0 ? scale : std::numeric_limits<float>::min(),
+      .exponent_cap = narrow(params.softcap * kLog2E),
+      .tanh_scale = params.softcap > 0 ? narrow(2 * kLog2E * params.scale / params.softcap) : 0.0f};
   auto* launch = params.head_dim <= 64 ? LaunchHeadDim64 : LaunchHeadDim128;
   launch(dtype == DUALKV_BFLOAT16, kernel_params, static_cast<cudaStream_t>(params.stream));
 }

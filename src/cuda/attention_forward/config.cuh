@@ -111,8 +111,11 @@ struct Params {
   int32_t packed;           // heads in a query tile; divides H / Hk
   int32_t packs_per_kv_head;
   int32_t rows_per_tile;  // query rows; rows_per_tile * packed <= the query tile
-  float scale;            // of the scores
-  float softcap;          // 0: none
+  // Scores as base-2 exponents: exponent_scale * q.k; softcapped, exponent_cap * tanh(tanh_scale / 2 * q.k),
+  // where tanh_scale is in the units of base-2 exponents.
+  float exponent_scale;  // not 0
+  float exponent_cap;    // 0: no softcap
+  float tanh_scale;
 };
 
 // Where a buffer of a ring is used for the n-th time, and the parity of its barriers' phase.

@@ -6,7 +6,6 @@
 // last of the tile before.
 #pragma once
 
-#include <cfloat>
 #include <type_traits>
 
 #include "core/visibility.h"
@@ -42,9 +41,7 @@ class Consumer {
         top_(64 * index + threadIdx.x % 128 / 32 * 16),
         window_left_(params.plan->window_left),
         total_tokens_(params.plan->total_tokens) {
-    // A scale of 0 becomes one that leaves no score different from 0: hidden scores stay infinite.
-    const float factor = params.scale != 0 ? params.scale * kLog2E : FLT_MIN;
-    softmax_.factor = kSoftcap ? 1.0f : factor;
+    softmax_.factor = kSoftcap ? 1.0f : params.exponent_scale;
     softmax_.Reset();
   }
 
@@ -221,10 +218,10 @@ class Consumer {
 
   // Softcaps the scores, in the units of base-2 exponents: tanh(x) = 1 - 2 / (1 + exp(2 x)).
   __device__ __forceinline__ void Cap(float (&scores)[kScores]) const {
-    const float to_exponent = 2 * kLog2E * params_.scale / params_.softcap, cap = params_.softcap * kLog2E;
+    const float cap = params_.exponent_cap;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      scores[i] = fmaf(ptx::Reciprocal(1.0f + ptx::Exp2(scores[i] * to_exponent)), -2 * cap, cap);
+      scores[i] = fmaf(ptx::Reciprocal(1.0f + ptx::Exp2(scores[i] * params_.tanh_scale)), -2 * cap, cap);
     }
   }
 

@@ -75,8 +75,9 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>, 1) Kernel(const __grid_con
 template <class Element, int kHeadDim>
 void Launch(const Params& params, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(SharedMemory<Element, kHeadDim>);
-  LaunchPersistent(params.softcap > 0 ? Kernel<Element, kHeadDim, true> : Kernel<Element, kHeadDim, false>,
-                   kThreads<kHeadDim>, kBytes, stream, params);
+  LaunchPersistent(
+      params.exponent_cap > 0 ? Kernel<Element, kHeadDim, true> : Kernel<Element, kHeadDim, false>,
+      kThreads<kHeadDim>, kBytes, stream, params);
 }
 
 }  // namespace dualkv::cuda::attention_forward

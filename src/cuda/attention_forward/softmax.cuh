@@ -95,7 +95,9 @@ struct Softmax {
     const float top = fmaxf(shift[i], other);
     const float weight = ptx::Exp2(shift[i] - top);
     const float denominator = fmaf(sum, weight, ptx::Exp2(other - top));
-    *lse = (top + ptx::Log2(denominator)) * kLn2;
+    constexpr float kPowerOfSlack = 1
+                                    << kSlack;  // brings the denominator near 1, where its logarithm is exact
+    *lse = (log2f(denominator * kPowerOfSlack) + (top - kSlack)) * kLn2;
     return weight * ptx::Reciprocal(denominator);
   }
 

@@ -34,12 +34,6 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
-__device__ __forceinline__ float Log2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ float Reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
