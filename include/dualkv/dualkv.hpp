@@ -8,6 +8,7 @@
 //   dualkv::Check(dualkv_attention_forward(&params));
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -137,6 +138,12 @@ class Forest {
   std::unique_ptr<dualkv_forest, void (*)(dualkv_forest*)> forest_;
 };
 
+// The tile sizes of the kernels of a device for attention of these dimensions. On CUDA a plan must have them.
+inline void SetTiles(dualkv_plan_params& params, dualkv_device device, int32_t num_heads,
+                     int32_t num_kv_heads, int32_t head_dim) {
+  Check(dualkv_plan_set_tiles(&params, device, num_heads, num_kv_heads, head_dim));
+}
+
 // The tile schedules of a forest; see dualkv_plan_params for the options.
 class Plan {
  public:
@@ -153,6 +160,16 @@ class Plan {
     auto view = Params<dualkv_plan_view>();
     Check(dualkv_plan_get_view(get(), &view));
     return view;
+  }
+
+  // What the kernels of a GPU read of the plan: to be copied to device memory that is aligned to 16 bytes.
+  std::vector<std::byte> Image() const {
+    static_assert(__STDCPP_DEFAULT_NEW_ALIGNMENT__ >= 16, "a vector is aligned as an image must be");
+    size_t bytes = 0;
+    Check(dualkv_plan_image_bytes(get(), &bytes));
+    std::vector<std::byte> image(bytes);
+    Check(dualkv_plan_write_image(get(), image.data(), bytes));
+    return image;
   }
 
   const dualkv_plan* get() const { return plan_.get(); }

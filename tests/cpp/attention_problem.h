@@ -56,6 +56,7 @@ class Tensor {
   int64_t rows() const { return rows_; }
   int64_t heads() const { return heads_; }
   int64_t dim() const { return dim_; }
+  std::vector<Element>& data() { return data_; }
   const std::vector<Element>& data() const { return data_; }
 
  private:
@@ -63,7 +64,22 @@ class Tensor {
   std::vector<Element> data_;
 };
 
+// The elements of a tensor, without the gaps.
+template <class Element>
+std::vector<double> Flat(const Tensor<Element>& tensor) {
+  std::vector<double> values;
+  for (int64_t t = 0; t < tensor.rows(); ++t) {
+    for (int64_t h = 0; h < tensor.heads(); ++h) {
+      for (int64_t d = 0; d < tensor.dim(); ++d) {
+        values.push_back(tensor.get(t, h, d));
+      }
+    }
+  }
+  return values;
+}
+
 struct AttentionOptions {
+  dualkv_device device = DUALKV_CPU;
   int64_t num_heads = 1;
   int64_t num_kv_heads = 1;
   int64_t head_dim = 8;
@@ -115,6 +131,8 @@ class AttentionProblem {
     params.forest = forest.get();
     params.window_left = options.window_left;
     params.keys_only = options.keys_only.empty() ? nullptr : options.keys_only.data();
+    SetTiles(params, options.device, static_cast<int32_t>(options.num_heads),
+             static_cast<int32_t>(options.num_kv_heads), static_cast<int32_t>(options.head_dim));
     plan = std::make_unique<Plan>(params);
 
     std::mt19937_64 rng(seed);
@@ -130,6 +148,7 @@ class AttentionProblem {
   dualkv_attention_backward_params MakeParams() {
     auto params = Params<dualkv_attention_backward_params>();
     dualkv_attention_params& forward = params.forward;
+    forward.device = options.device;
     forward.dtype = Type<Element>::kDtype;
     forward.num_threads = options.num_threads;
     forward.num_heads = static_cast<int32_t>(options.num_heads);

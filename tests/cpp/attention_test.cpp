@@ -7,41 +7,10 @@
 
 #include "attention_problem.h"
 #include "expect_error.h"
+#include "within_budget.h"
 
 namespace dualkv::testing {
 namespace {
-
-template <class Element>
-std::vector<double> Flat(const Tensor<Element>& tensor) {
-  std::vector<double> values;
-  for (int64_t t = 0; t < tensor.rows(); ++t) {
-    for (int64_t h = 0; h < tensor.heads(); ++h) {
-      for (int64_t d = 0; d < tensor.dim(); ++d) {
-        values.push_back(tensor.get(t, h, d));
-      }
-    }
-  }
-  return values;
-}
-
-// Error at most twice that of plain attention in the same type, plus one rounding of the largest value (or of
-// `scale`).
-void ExpectWithinBudget(const char* name, const std::vector<double>& got, const std::vector<double>& plain,
-                        const std::vector<double>& oracle, double epsilon, double scale = 0) {
-  ASSERT_EQ(got.size(), oracle.size()) << name;
-  double error = 0, plain_error = 0, largest = scale;
-  for (size_t i = 0; i < got.size(); ++i) {
-    if (std::isinf(oracle[i])) {
-      ASSERT_EQ(got[i], oracle[i]) << name << "[" << i << "]";
-      continue;
-    }
-    ASSERT_TRUE(std::isfinite(got[i])) << name << "[" << i << "] is " << got[i] << ", expected " << oracle[i];
-    error = std::max(error, std::abs(got[i] - oracle[i]));
-    plain_error = std::max(plain_error, std::abs(plain[i] - oracle[i]));
-    largest = std::max(largest, std::abs(oracle[i]));
-  }
-  EXPECT_LE(error, 2 * (plain_error + epsilon * largest)) << name;
-}
 
 template <class Element>
 void CheckAgainstOracle(const ForestSpec& forest, const AttentionOptions& options, uint64_t seed) {

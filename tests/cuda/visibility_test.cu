@@ -1,5 +1,4 @@
 // The visibility rule gives on the device what brute force gives on the host.
-#include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
 #include <random>
@@ -8,6 +7,7 @@
 
 #include "brute_force.h"
 #include "core/visibility.h"
+#include "device.h"
 #include "random_forest.h"
 
 namespace dualkv::testing {
@@ -28,36 +28,9 @@ __global__ void EvaluateRule(int32_t rows, const int32_t* positions, const int32
       in_interval == core::IsVisible(row, positions[row], key, segment, window_left) ? in_interval : 2;
 }
 
-void CheckCuda(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
+using CudaVisibility = CudaTest;
 
-template <class T>
-class DeviceArray {
- public:
-  explicit DeviceArray(const std::vector<T>& host) : count_(host.size()) {
-    CheckCuda(cudaMalloc(&data_, count_ * sizeof(T)));
-    CheckCuda(cudaMemcpy(data_, host.data(), count_ * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-
-  T* data() { return data_; }
-  std::vector<T> ToHost() const {
-    std::vector<T> host(count_);
-    CheckCuda(cudaMemcpy(host.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost));
-    return host;
-  }
-
- private:
-  size_t count_;
-  T* data_ = nullptr;
-};
-
-TEST(CudaVisibility, MatchesBruteForce) {
-  int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-    GTEST_SKIP() << "needs a GPU";
-  }
+TEST_F(CudaVisibility, MatchesBruteForce) {
   for (uint64_t seed = 0; seed < 20; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937_64 rng(seed);

@@ -1,0 +1,300 @@
+// The forward on CUDA through the C interface: against the oracle, against the CPU backend, and run again.
+// CudaAttentionSmall has every kernel and is small enough for compute-sanitizer.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "attention_problem.h"
+#include "device.h"
+#include "expect_error.h"
+#include "within_budget.h"
+
+namespace dualkv::testing {
+namespace {
+
+// NaN in the rows that take no part: of keys and values those past the forest, of queries those that are
+// none.
+template <class Element>
+void PoisonUnusedRows(AttentionProblem<Element>& p) {
+  auto poison = [](Tensor<Element>& x, int64_t row) {
+    for (int64_t h = 0; h < x.heads(); ++h) {
+      for (int64_t d = 0; d < x.dim(); ++d) {
+        Convert(std::numeric_limits<double>::quiet_NaN(), x.at(row, h, d));
+      }
+    }
+  };
+  const BruteForce truth(p.spec);
+  for (int64_t row = 0; row < p.key_rows; ++row) {
+    const bool in_forest = row < truth.rows();
+    if (!in_forest) {
+      poison(p.k, row);
+      poison(p.v, row);
+    }
+    const bool is_query =
+        in_forest && (p.options.keys_only.empty() || !p.options.keys_only[truth.segment(row)]);
+    if (!is_query && row >= p.options.query_row_begin) {
+      poison(p.q, row - p.options.query_row_begin);
+    }
+  }
+}
+
+// Writes out and lse, poisoned before.
+template <class Element>
+void RunOnDevice(AttentionProblem<Element>& p, bool with_lse = true) {
+  p.out.Poison();
+  std::fill(p.lse.begin(), p.lse.end(), std::numeric_limits<float>::quiet_NaN());
+  DeviceArray<Element> q(p.q.data()), k(p.k.data()), v(p.v.data()), out(p.out.data());
+  DeviceArray<float> lse(p.lse), sinks(p.sinks);
+  DeviceArray<std::byte> image(p.plan->Image());
+  dualkv_attention_params params = p.MakeParams().forward;
+  params.q.data = q.data();
+  params.k.data = k.data();
+  params.v.data = v.data();
+  params.out.data = out.data();
+  params.lse = with_lse ? lse.data() : nullptr;
+  params.sinks = p.options.sinks ? sinks.data() : nullptr;
+  params.device_plan = image.data();
+  params.device_plan_bytes = image.bytes();
+  Check(dualkv_attention_forward(&params));
+  p.out.data() = out.ToHost();
+  p.lse = lse.ToHost();
+}
+
+template <class From, class To>
+void CopyElements(const Tensor<From>& from, Tensor<To>& to) {
+  for (int64_t t = 0; t < from.rows(); ++t) {
+    for (int64_t h = 0; h < from.heads(); ++h) {
+      for (int64_t d = 0; d < from.dim(); ++d) {
+        Convert(from.get(t, h, d), to.at(t, h, d));
+      }
+    }
+  }
+}
+
+template <class T>
+bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+// The results of the first run stay in the problem.
+template <class Element>
+void RunRepeatedly(AttentionProblem<Element>& p) {
+  RunOnDevice(p);
+  const Tensor<Element> out = p.out;
+  const std::vector<float> lse = p.lse;
+  RunOnDevice(p, false);
+  EXPECT_TRUE(SameBits(p.out.data(), out.data())) << "without lse";
+  EXPECT_TRUE(std::all_of(p.lse.begin(), p.lse.end(), [](float x) { return std::isnan(x); }));
+  RunOnDevice(p);
+  EXPECT_TRUE(SameBits(p.out.data(), out.data()) && SameBits(p.lse, lse)) << "the same bits in every run";
+  p.out.Poison();
+  CopyElements(out, p.out);
+  EXPECT_TRUE(SameBits(p.out.data(), out.data())) << "the gaps of out are left alone";
+}
+
+struct Expected {
+  std::vector<double> out, lse;
+};
+
+template <class Element>
+void ExpectRight(const AttentionProblem<Element>& p, const Expected& plain, const Expected& oracle) {
+  const std::vector<double> out = Flat(p.out), lse(p.lse.begin(), p.lse.end());
+  ExpectWithinBudget("out", out, plain.out, oracle.out, Type<Element>::kEpsilon);
+  double largest_score = p.options.softcap;
+  for (const double x : oracle.lse) {
+    largest_score = std::max(largest_score, std::isinf(x) ? 0 : std::abs(x));
+  }
+  ExpectWithinBudget("lse", lse, plain.lse, oracle.lse, std::numeric_limits<float>::epsilon(),
+                     largest_score * std::sqrt(p.options.head_dim));  // a score is a sum of D terms
+  const int64_t heads = p.options.num_heads, dim = p.options.head_dim;
+  for (int64_t i = 0; i < p.query_rows * heads * dim; ++i) {
+    const int64_t row = i / dim / heads, head = i / dim % heads;
+    if (std::isinf(oracle.lse[head * p.query_rows + row])) {
+      ASSERT_EQ(out[i], 0) << "row " << row << " is no query";
+    }
+  }
+}
+
+template <class Element>
+void CheckAgainstOracle(const ForestSpec& forest, AttentionOptions options, uint64_t seed) {
+  options.device = DUALKV_CUDA;
+  SCOPED_TRACE(options.ToString() + "; " + forest.ToString());
+  AttentionProblem<Element> problem(forest, options, seed);
+  PoisonUnusedRows(problem);
+  RunRepeatedly(problem);
+  const AttentionResult plain = ReferenceAttention<float>(problem);
+  const AttentionResult oracle = ReferenceAttention<long double>(problem);
+  ExpectRight(problem, {plain.out, plain.lse}, {oracle.out, oracle.lse});
+}
+
+// The CPU backend in the type of `p`, or in a wider one.
+template <class OnCpu, class Element>
+Expected RunOnCpu(const AttentionProblem<Element>& p) {
+  AttentionOptions options = p.options;
+  options.device = DUALKV_CPU;
+  AttentionProblem<OnCpu> on_cpu(p.spec, options, 0);
+  CopyElements(p.q, on_cpu.q);
+  CopyElements(p.k, on_cpu.k);
+  CopyElements(p.v, on_cpu.v);
+  std::copy(p.sinks.begin(), p.sinks.end(), on_cpu.sinks.begin());
+  auto params = on_cpu.MakeParams();
+  Check(dualkv_attention_forward(&params.forward));
+  return {Flat(on_cpu.out), std::vector<double>(on_cpu.lse.begin(), on_cpu.lse.end())};
+}
+
+template <class Element>
+void CheckAgainstCpu(const ForestSpec& forest, AttentionOptions options, uint64_t seed) {
+  options.device = DUALKV_CUDA;
+  options.num_threads = 0;
+  SCOPED_TRACE(options.ToString() + "; " + forest.ToString());
+  AttentionProblem<Element> problem(forest, options, seed);
+  PoisonUnusedRows(problem);
+  RunRepeatedly(problem);
+  ExpectRight(problem, RunOnCpu<Element>(problem), RunOnCpu<double>(problem));
+}
+
+AttentionOptions RandomOptions(std::mt19937_64& rng, const ForestSpec& forest) {
+  auto pick = [&](auto... values) {
+    const double list[] = {static_cast<double>(values)...};
+    return list[rng() % sizeof...(values)];
+  };
+  AttentionOptions options;
+  options.num_kv_heads = static_cast<int64_t>(pick(1, 2, 3));
+  options.num_heads = options.num_kv_heads * static_cast<int64_t>(pick(1, 2, 3, 4, 7, 8, 16));
+  options.head_dim = static_cast<int64_t>(8 * (1 + rng() % 16));
+  options.scale = pick(1 / std::sqrt(options.head_dim), 0.5, -0.125, 0);
+  options.window_left = static_cast<int64_t>(pick(-1, -1, 0, 5, 40, 1e9));
+  options.softcap = pick(0, 0, 2);
+  options.sinks = rng() % 2;
+  options.gap = static_cast<int64_t>(pick(0, 8));
+  options.extra_rows = static_cast<int64_t>(pick(0, 0, 5));
+  for (size_t s = 0; rng() % 4 == 0 && s < forest.lengths.size(); ++s) {
+    options.keys_only.push_back(rng() % 3 == 0);
+  }
+  return options;
+}
+
+using CudaAttentionSmall = CudaTest;
+using CudaAttention = CudaTest;
+
+TEST_F(CudaAttentionSmall, EveryKernel) {
+  const ForestSpec forest{{70, 100, 0, 33, 90}, {-1, 0, 0, 0, -1}};
+  for (const int64_t dim : {40, 128}) {
+    for (const double softcap : {0, 2}) {
+      const AttentionOptions options{.num_heads = 6,
+                                     .num_kv_heads = 2,
+                                     .head_dim = dim,
+                                     .scale = 0.3,
+                                     .softcap = softcap,
+                                     .sinks = softcap > 0,
+                                     .gap = 8,
+                                     .extra_rows = 3};
+      CheckAgainstOracle<BFloat16>(forest, options, 1);
+      CheckAgainstOracle<Float16>(forest, options, 2);
+    }
+  }
+}
+
+TEST_F(CudaAttentionSmall, WindowsAndKeysOnlySegments) {
+  const ForestSpec forest{{70, 133, 90}, {-1, 0, 0}};
+  for (const int64_t dim : {64, 96}) {
+    AttentionOptions options{.num_heads = 4, .head_dim = dim, .scale = 0.2, .window_left = 40};
+    options.keys_only = {1, 0, 0};
+    CheckAgainstOracle<BFloat16>(forest, options, 1);
+    options.query_row_begin = 70;
+    CheckAgainstOracle<BFloat16>(forest, options, 2);
+  }
+}
+
+TEST_F(CudaAttentionSmall, BlocksTakeSeveralTiles) {
+  ForestSpec forest{{100, 80}, {-1, 0}};
+  forest.lengths.resize(40, 2);
+  forest.parents.resize(40, -1);
+  for (const int64_t dim : {64, 128}) {
+    CheckAgainstOracle<BFloat16>(forest, {.num_heads = 8, .num_kv_heads = 8, .head_dim = dim, .scale = 0.2},
+                                 1);
+  }
+}
+
+TEST_F(CudaAttentionSmall, EmptyBatches) {
+  CheckAgainstOracle<BFloat16>({{}, {}}, {}, 1);
+  CheckAgainstOracle<BFloat16>({{0, 0}, {-1, 0}}, {.extra_rows = 3}, 1);
+  AttentionOptions no_queries{.num_heads = 2};
+  no_queries.keys_only = {1};
+  CheckAgainstOracle<Float16>({{5}, {-1}}, no_queries, 1);
+  no_queries.query_row_begin = 5;
+  CheckAgainstOracle<Float16>({{5}, {-1}}, no_queries, 1);
+}
+
+TEST_F(CudaAttention, MatchesTheOracleOnRandomForests) {
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 rng(seed);
+    const ForestSpec forest = RandomForest(rng, 8, seed % 4 == 0 ? 90 : 20);
+    const AttentionOptions options = RandomOptions(rng, forest);
+    (seed % 2 == 0 ? CheckAgainstOracle<BFloat16> : CheckAgainstOracle<Float16>)(forest, options, seed);
+    if (HasFailure()) {
+      return;
+    }
+  }
+}
+
+TEST_F(CudaAttention, MatchesTheCpuOnRandomForests) {
+  for (uint64_t seed = 100; seed < 160; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 rng(seed);
+    const ForestSpec forest = RandomForest(rng, 12, seed % 4 == 0 ? 700 : 200);
+    const AttentionOptions options = RandomOptions(rng, forest);
+    (seed % 2 == 0 ? CheckAgainstCpu<BFloat16> : CheckAgainstCpu<Float16>)(forest, options, seed);
+    if (HasFailure()) {
+      return;
+    }
+  }
+}
+
+TEST_F(CudaAttention, EveryHeadDimIsRight) {
+  const ForestSpec forest{{100, 30, 0, 90}, {-1, 0, 0, 0}};
+  for (int64_t dim = 8; dim <= 128; dim += 8) {
+    const AttentionOptions options{.num_heads = 2, .head_dim = dim, .scale = 1 / std::sqrt(dim)};
+    CheckAgainstOracle<BFloat16>(forest, options, dim);
+    CheckAgainstOracle<Float16>(forest, options, dim);
+  }
+}
+
+TEST_F(CudaAttention, EveryRatioOfHeadsIsRight) {
+  const ForestSpec forest{{100, 30, 0, 90}, {-1, 0, 0, 0}};
+  for (const int64_t ratio : {1, 2, 3, 4, 5, 7, 8, 12, 16, 32}) {
+    for (const int64_t dim : {64, 128}) {
+      const AttentionOptions options{
+          .num_heads = 2 * ratio, .num_kv_heads = 2, .head_dim = dim, .scale = 1 / std::sqrt(dim)};
+      CheckAgainstCpu<BFloat16>(forest, options, ratio);
+    }
+  }
+}
+
+TEST_F(CudaAttention, ManyTreesOfOneRow) {
+  ForestSpec forest{{400, 150, 7}, {-1, 0, 0}};
+  forest.lengths.resize(3000, 1);
+  forest.parents.resize(3000, -1);
+  for (const int64_t dim : {64, 128}) {
+    CheckAgainstCpu<BFloat16>(forest, {.num_heads = 8, .num_kv_heads = 2, .head_dim = dim, .scale = 0.1}, 1);
+  }
+}
+
+// 32 tiles of 2^26 heads. It is refused before a tensor is touched.
+TEST_F(CudaAttention, RefusesTooManyTiles) {
+  const ForestSpec forest{std::vector<int64_t>(32, 1), std::vector<int64_t>(32, -1)};
+  AttentionProblem<BFloat16> problem(forest, {.device = DUALKV_CUDA}, 1);
+  DeviceArray<std::byte> image(problem.plan->Image());
+  dualkv_attention_params params = problem.MakeParams().forward;
+  params.num_heads = params.num_kv_heads = 1 << 26;
+  params.device_plan = image.data();
+  params.device_plan_bytes = image.bytes();
+  ExpectInvalid(dualkv_attention_forward(&params), {"too many tiles", "num_heads 67108864", "32"});
+}
+
+}  // namespace
+}  // namespace dualkv::testing
