@@ -79,7 +79,7 @@ TEST_F(LinearLogprobRefuses, UnknownDevice) {
 
 TEST_F(LinearLogprobRefuses, DeviceWithoutKernels) {
   forward_.device = DUALKV_CUDA;
-  ExpectRefused("this build has no CUDA kernels: move the tensors to the CPU", DUALKV_UNSUPPORTED);
+  ExpectRefused("linear_logprob has no CUDA kernels yet: move the tensors to the CPU", DUALKV_UNSUPPORTED);
 }
 
 TEST_F(LinearLogprobRefuses, UnknownDtype) {
