@@ -24,8 +24,8 @@ from attention_batches import BATCHES, GOALS, Batch
 from attention_peers import PEERS
 
 BLOCK_MS = 20  # a peer's turn in a round
-BATCH_MS = 3000  # all rounds of a batch
-ROUNDS = range(5, 16)  # as many as fit in BATCH_MS
+BATCH_MS = 2000  # all rounds of a batch
+ROUNDS = range(5, 12)  # as many as fit in BATCH_MS
 LARGEST_DIFFERENCE = 0.03  # of the norm of a row's head; bf16 has 8 bits
 MATMUL_SIZE = 8192
 LEAD_CYCLES = 2_000_000  # about 1 ms in which the host gets ahead of the GPU

@@ -22,7 +22,7 @@ struct Config;
 
 template <>
 struct Config<128> {
-  static constexpr int kKeyTile = 80;
+  static constexpr int kKeyTile = 64;
   static constexpr int kConsumers = 3;
   static constexpr int kProducerRegisters = 32;
   static constexpr int kConsumerRegisters = 160;  // 64 sums, 40 scores, 20 of packed weights
@@ -66,7 +66,7 @@ struct ProductRow {
 };
 
 // A key tile for a query tile.
-struct alignas(8) Step {
+struct StepHead {
   enum Flag : int32_t {
     kFirst = 1,    // of its query tile
     kMasked = 2,   // some row does not see some key
@@ -75,6 +75,9 @@ struct alignas(8) Step {
   };
   int32_t flags;
   int32_t key_begin;
+};
+struct Step {
+  StepHead head;
   dualkv_segment segment;  // of the keys
 };
 

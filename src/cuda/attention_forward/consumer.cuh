@@ -52,7 +52,7 @@ class Consumer {
     float rescale[2];
 
     StepHead step = WaitStep();
-    if (step.flags & Step::kEnd) {
+    if (step.flags & StepHead::kEnd) {
       return;
     }
     WaitQueries();
@@ -78,7 +78,7 @@ class Consumer {
     };
     StepHead next = WaitStep();
     while (true) {
-      while (!(next.flags & (Step::kFirst | Step::kEnd))) {
+      while (!(next.flags & (StepHead::kFirst | StepHead::kEnd))) {
         multiply();
         FinishScores(next.flags, scores);
         const bool rescaled =
@@ -98,7 +98,7 @@ class Consumer {
         }
         PackWeights(scores, weights);
       }
-      if (next.flags & Step::kEnd) {
+      if (next.flags & StepHead::kEnd) {
         break;
       }
       scored_.Next();
@@ -125,17 +125,28 @@ class Consumer {
   }
 
  private:
-  struct StepHead {
-    int32_t flags;
-    int32_t key_begin;
-  };
-
   __device__ __forceinline__ StepHead WaitStep() {
     ptx::MbarrierWait(&memory_.keys_full[keys_.index], keys_.parity);
-    const Step& step = memory_.steps[keys_.index];
-    // Uniform for the compiler too: it would not let products run on across branches that threads may part
-    // at.
-    return {__shfl_sync(0xffffffff, step.flags, 0), step.key_begin};
+    return ForAllLanes(memory_.steps[keys_.index].head);
+  }
+
+  // What the producer wrote, read by the lane that also lets the buffer go. So its order to the producer's
+  // next write is plain to see, for race checkers too, and for the compiler its value is the same for all
+  // threads: it would not let products run on across branches that threads may part at.
+  template <class T>
+  __device__ __forceinline__ T ForAllLanes(const T& shared) const {
+    constexpr int kWords = sizeof(T) / sizeof(int32_t);
+    int32_t words[kWords] = {};
+    if (lane_ == 0) {
+      memcpy(words, &shared, sizeof(T));
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = __shfl_sync(0xffffffff, words[i], 0);
+    }
+    T value;
+    memcpy(&value, words, sizeof(T));
+    return value;
   }
 
   __device__ __forceinline__ void WaitQueries() {
@@ -147,7 +158,7 @@ class Consumer {
     if constexpr (kSoftcap) {
       Cap(scores);
     }
-    if (flags & Step::kMasked) {
+    if (flags & StepHead::kMasked) {
       Mask(scores);
     }
     Release(memory_.keys_empty, keys_);
@@ -188,7 +199,7 @@ class Consumer {
 
   __device__ __forceinline__ void WaitValues(StepHead step) {
     ptx::MbarrierWait(&memory_.values_full[values_.index], values_.parity);
-    if (step.flags & Step::kPastEnd) {
+    if (step.flags & StepHead::kPastEnd) {
       ClearValues(total_tokens_ - step.key_begin);
     }
   }
@@ -197,7 +208,7 @@ class Consumer {
   __device__ __forceinline__ void MultiplyValues(StepHead step, const uint32_t (&weights)[kScores / 2],
                                                  float (&sums)[kSums]) {
     const uint64_t b = ptx::SharedOperand(memory_.values[values_.index], kAtomBytes, kKeyTile * kRowBytes);
-    const bool first = step.flags & Step::kFirst;
+    const bool first = step.flags & StepHead::kFirst;
 #pragma unroll
     for (int k = 0; k < kKeyTile / 16; ++k) {
       ptx::Wgmma<Element, kHeadDim>::Registers(sums, weights + 4 * k, ptx::Advance(b, 2 * k * kAtomBytes),
@@ -227,9 +238,9 @@ class Consumer {
 
   // Hides the keys that a row does not see.
   __device__ __forceinline__ void Mask(float (&scores)[kScores]) const {
-    const Step& step = memory_.steps[keys_.index];
-    const QueryTile& tile = memory_.query_tiles[scored_.index];
-    const int32_t column = step.key_begin + 2 * (lane_ % 4);  // of the thread's first score
+    const Step step = ForAllLanes(memory_.steps[keys_.index]);
+    const QueryTile tile = ForAllLanes(memory_.query_tiles[scored_.index]);
+    const int32_t column = step.head.key_begin + 2 * (lane_ % 4);  // of the thread's first score
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int32_t row = tile.row_begin + memory_.product_rows[top_ + 8 * i + lane_ / 4].row;
@@ -237,7 +248,7 @@ class Consumer {
       // Rows that are not the tile's see all keys: their numbers are not used, but should be ordinary ones.
       const core::Interval keys = row < tile.row_end
                                       ? core::VisibleKeys(row, position, step.segment, window_left_)
-                                      : core::Interval{step.key_begin, step.key_begin + kKeyTile};
+                                      : core::Interval{step.head.key_begin, step.head.key_begin + kKeyTile};
       Hide(scores, i, [&](int32_t key) { return key >= keys.end - column; });
       if (window_left_ >= 0) {
         Hide(scores, i, [&](int32_t key) { return key < keys.begin - column; });
@@ -266,7 +277,7 @@ class Consumer {
   // Writes out and lse of the tile's rows, and lets go of it; the softmax starts anew.
   __device__ __forceinline__ void FinishTile(const float (&sums)[kSums]) {
     const int32_t lane = ptx::FreshLane();
-    const QueryTile tile = memory_.query_tiles[summed_.index];
+    const QueryTile tile = ForAllLanes(memory_.query_tiles[summed_.index]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const ProductRow row = memory_.product_rows[top_ + 8 * i + lane / 4];

@@ -65,10 +65,10 @@ __device__ __forceinline__ void ProduceKeys(const Params& params, SharedMemory<E
         ptx::Mbarrier* full = &memory.keys_full[keys.index];
         ptx::MbarrierWait(&memory.keys_empty[keys.index], keys.parity ^ 1);
         Step& step = memory.steps[keys.index];
-        step.flags = (first ? Step::kFirst : 0) |
-                     (run.masked || key + kKeyTile > run.end ? Step::kMasked : 0) |
-                     (key + kKeyTile > params.plan->total_tokens ? Step::kPastEnd : 0);
-        step.key_begin = key;
+        step.head.flags = (first ? StepHead::kFirst : 0) |
+                          (run.masked || key + kKeyTile > run.end ? StepHead::kMasked : 0) |
+                          (key + kKeyTile > params.plan->total_tokens ? StepHead::kPastEnd : 0);
+        step.head.key_begin = key;
         step.segment = run.segment;
         ptx::MbarrierArriveExpect(full, sizeof(memory.keys[0]));
 #pragma unroll 1
@@ -79,7 +79,7 @@ __device__ __forceinline__ void ProduceKeys(const Params& params, SharedMemory<E
         keys.Next();
       });
   ptx::MbarrierWait(&memory.keys_empty[keys.index], keys.parity ^ 1);
-  memory.steps[keys.index].flags = Step::kEnd;
+  memory.steps[keys.index].head.flags = StepHead::kEnd;
   ptx::MbarrierArrive(&memory.keys_full[keys.index]);
 }
 
