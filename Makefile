@@ -55,6 +55,7 @@ bench: build  ## benchmarks of the C++ side, and attention and log-probs against
 CHARTS := $(patsubst bench/results/h200/%.json,docs/images/%.svg,$(wildcard bench/results/h200/attention_forward.json))
 docs: library $(CHARTS)  ## draw the pictures of docs/
 	PYTHONPATH=python $(PYTHON) tools/draw_plans.py
+	PYTHONPATH=python $(PYTHON) tools/draw_hopper_forward.py
 
 docs/images/%.svg: bench/results/h200/%.json tools/draw_attention_bench.py bench/attention_batches.py
 	$(PYTHON) tools/draw_attention_bench.py $< $@

@@ -1,4 +1,4 @@
-"""The documents: pictures are those that the script draws, examples run, and what they name exists."""
+"""The documents: pictures are those that the scripts draw, examples run, and what they name exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "HACKING.md", ROOT / "CONTRIBUTING.md", *DOCS]
 
 sys.path.insert(0, str(ROOT / "tools"))
+import draw_hopper_forward  # noqa: E402
 import draw_plans  # noqa: E402
+
+PICTURES = {**draw_plans.PICTURES, **draw_hopper_forward.PICTURES}
 
 
 def relative(path: Path) -> str:
@@ -44,11 +47,12 @@ def code_in(text: str) -> list[str]:
 # -------------------------------------------------------------------------------------------------- pictures
 
 
-def test_the_pictures_are_those_that_the_script_draws(tmp_path, monkeypatch):
+def test_the_pictures_are_those_that_the_scripts_draw(tmp_path, monkeypatch):
     committed = {path.name for path in (ROOT / "docs").glob("*.svg")}
-    assert committed == set(draw_plans.PICTURES)
-    monkeypatch.setattr(sys, "argv", ["draw_plans.py", str(tmp_path)])
-    draw_plans.main()
+    assert committed == set(PICTURES)
+    for script in (draw_plans, draw_hopper_forward):
+        monkeypatch.setattr(sys, "argv", [script.__name__, str(tmp_path)])
+        script.main()
     for name in committed:
         drawn = (tmp_path / name).read_bytes()
         assert drawn == (ROOT / "docs" / name).read_bytes(), f"docs/{name} is out of date: run make docs"
@@ -57,7 +61,7 @@ def test_the_pictures_are_those_that_the_script_draws(tmp_path, monkeypatch):
 
 def test_every_picture_is_shown():
     text = "".join(document.read_text() for document in DOCUMENTS)
-    for name in draw_plans.PICTURES:
+    for name in PICTURES:
         assert re.search(rf"!\[[^\]]+\]\((docs/)?{re.escape(name)}\)", text), name
 
 
@@ -80,6 +84,15 @@ def test_plans_are_drawn_as_they_are(forest, window_left):
     for visit in plan.backward:
         assert visit.turn == turns.get(visit.queries, 0)
         turns[visit.queries] = visit.turn + 1
+
+
+@pytest.mark.parametrize("consumers", [1, 2, 3, 4])
+def test_the_tensor_cores_of_the_model_do_one_thing_at_a_time_and_everything_once(consumers):
+    spans = draw_hopper_forward.simulate(consumers, tiles=3, steps=5)
+    products = sorted((span.begin, span.end) for span in spans if span.kind in ("scores", "values"))
+    assert all(end <= begin for (_, end), (begin, _) in zip(products, products[1:]))
+    made = [(span.kind, span.consumer, span.tile, span.step) for span in spans]
+    assert len(made) == len(set(made)) == consumers * 3 * (4 * 5 + 1)
 
 
 # -------------------------------------------------------------------------------------------------- examples

@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Draws the pictures of docs/hopper_forward.md. Always the same files.
+
+    PYTHONPATH=python python tools/draw_hopper_forward.py [FOLDER]
+
+The time line is that of a model: consumers, and the tensor cores as a queue. Durations are in cycles; those of
+products follow from their size, the others are rounded from measurements, except for a tile's end, which is a
+guess.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from draw_plans import DOCS, INK, LINE, PAPER, SEGMENT_COLOURS, SOFT_INK, Svg, c_forest
+
+import dualkv
+from dualkv import _abi
+from dualkv._library import Handle, library
+
+MULTIPROCESSORS = 132  # of an H200
+
+# ------------------------------------------------------------------------------------------------- real plans
+
+
+def forward_steps(forest: dualkv.SegmentForest, query_tile: int, key_tile: int) -> list[int]:
+    """Key tiles that each query tile visits, in schedule order."""
+    handle = c_forest(forest)
+    params = _abi.dualkv_plan_params(
+        forest=handle.address,
+        window_left=_abi.NO_WINDOW,
+        forward_query_tile=query_tile,
+        forward_key_tile=key_tile,
+        backward_query_tile=query_tile,
+        backward_key_tile=key_tile,
+    )
+    plan = Handle(library.dualkv_plan_create, library.dualkv_plan_destroy, ctypes.byref(params))
+    view = _abi.dualkv_plan_view()
+    library.dualkv_plan_get_view(plan, ctypes.byref(view))
+    schedule = view.forward
+    runs = (_abi.dualkv_run * schedule.num_runs).from_address(schedule.runs)
+    tiles = (_abi.dualkv_tile * schedule.num_tiles).from_address(schedule.tiles)
+    return [
+        sum(-(-(run.end - run.begin) // key_tile) for run in runs[tile.run_begin : tile.run_end])
+        for tile in tiles
+    ]
+
+
+def imbalance(steps: list[int], packs: int, to_and_fro: bool = True, tile_end: int = 1) -> float:
+    """By how much the busiest block's work exceeds the mean, if a tile's end costs `tile_end` steps."""
+    loads = [0] * MULTIPROCESSORS
+    for item, work in enumerate(count + tile_end for count in steps for _ in range(packs)):
+        round_, block = divmod(item, MULTIPROCESSORS)
+        loads[-1 - block if to_and_fro and round_ % 2 else block] += work
+    return max(loads) / (sum(loads) / MULTIPROCESSORS) - 1
+
+
+# -------------------------------------------------------------------------------------------------- the model
+
+
+@dataclass(frozen=True)
+class Span:
+    kind: str  # scores, values (on the tensor cores); softmax, packing, tile end (in a consumer)
+    consumer: int
+    tile: int  # from 1
+    step: int  # of the tile, from 1
+    begin: int
+    end: int
+
+
+DURATION = {"scores": 320, "values": 320, "softmax": 1000, "packing": 150, "tile end": 400}
+
+
+def simulate(consumers: int = 3, tiles: int = 4, steps: int = 6) -> list[Span]:
+    """Each consumer walks `tiles` tiles of `steps` steps as consumer.cuh does; the tensor cores do what they
+    are given in the order in which it was issued."""
+    spans, free = [], 0  # free: when the tensor cores are done with what has been issued
+    issues = [(0, consumer, 0) for consumer in range(consumers)]  # time, consumer, step to score
+
+    def add(kind: str, consumer: int, number: int, earliest: int) -> int:
+        tile, step = divmod(number, steps)
+        end = earliest + DURATION[kind]
+        spans.append(Span(kind, consumer, tile + 1, step + 1, earliest, end))
+        return end
+
+    while issues:
+        now, consumer, number = heapq.heappop(issues)
+        is_step, ends_tile = number < tiles * steps, number > 0 and number % steps == 0
+        scored = summed = now
+        if is_step:
+            free = scored = add("scores", consumer, number, max(now, free))
+        if number > 0:
+            free = summed = add("values", consumer, number - 1, max(now, free))
+        if ends_tile:
+            scored = summed = add("tile end", consumer, number - 1, max(scored, summed))
+        if is_step:
+            weighted = add("softmax", consumer, number, scored)
+            packed = add("packing", consumer, number, max(weighted, summed))
+            heapq.heappush(issues, (packed, consumer, number + 1))
+    return spans
+
+
+def busy(spans: list[Span], begin: int, end: int) -> float:
+    """Share of the time from begin to end in which the tensor cores work."""
+    products = (span for span in spans if span.kind in ("scores", "values"))
+    return sum(max(0, min(span.end, end) - max(span.begin, begin)) for span in products) / (end - begin)
+
+
+# --------------------------------------------------------------------------------------------------- pictures
+
+COLOURS = (SEGMENT_COLOURS[0], SEGMENT_COLOURS[2], SEGMENT_COLOURS[3])
+TILE_END = SEGMENT_COLOURS[1]
+OPACITY = {"scores": 1, "values": 0.45, "softmax": 1, "packing": 0.45, "tile end": 1}
+
+
+def draw_schedule() -> Svg:
+    svg = Svg(1010, 330, "Time line of three consumers and the tensor cores")
+    spans = simulate()
+    first = next(span for span in spans if (span.consumer, span.tile, span.step) == (0, 2, 4))
+    begin, length, x, unit = first.begin, 9100, 116, 880 / 9100
+    y, height, pitch = 58, 30, 46
+    heading = "The end of tile 2 and the start of tile 3"
+    svg.text(20, 24, heading, anchor="start", font_weight="bold", font_size=13)
+    for line, name in enumerate(("tensor cores", "consumer 0", "consumer 1", "consumer 2")):
+        top = y + pitch * line + (8 if line else 0)
+        svg.text(
+            x - 12, top + height / 2, name, COLOURS[line - 1] if line else INK, "end", font_weight="bold"
+        )
+        svg.rect(x, top, 880, height, "#f1f4f7")
+    for span in spans:
+        left, right = max(span.begin, begin), min(span.end, begin + length)
+        if left >= right:
+            continue
+        on_tensor_cores = span.kind in ("scores", "values")
+        top = y if on_tensor_cores else y + pitch * (1 + span.consumer) + 8
+        at, width = x + unit * (left - begin), unit * (right - left)
+        colour = TILE_END if span.kind == "tile end" else COLOURS[span.consumer]
+        style = {"fill_opacity": OPACITY[span.kind], "stroke": PAPER, "stroke_width": 0.8}
+        svg.rect(at, top, width, height, colour, rx=2, **style)
+        label = f"{span.tile}.{span.step}"
+        if span.kind == "softmax" and width > 70:
+            label = f"softmax {label}"
+        if span.kind == "packing" or width < 20:
+            continue
+        ink = PAPER if OPACITY[span.kind] == 1 else INK
+        svg.text(at + width / 2, top + height / 2, label, ink, font_size=10)
+    bottom = y + 4 * pitch + 4
+    svg.line(x, bottom, x + 880, bottom, SOFT_INK)
+    for cycles in range(0, length + 1, 1000):
+        at = x + unit * cycles
+        svg.line(at, bottom, at, bottom + 5, SOFT_INK)
+        svg.text(at, bottom + 14, f"{cycles:,}", SOFT_INK, font_size=10)
+    svg.text(x - 12, bottom + 14, "cycles", SOFT_INK, "end", font_size=10)
+    entries = (
+        (COLOURS[0], 1, "dark: scores (above), softmax (below)"),
+        (COLOURS[0], 0.45, "pale: values' product (above), packing (below)"),
+        (TILE_END, 1, "a tile's result is written"),
+    )
+    at, place = x, bottom + 40
+    for colour, opacity, meaning in entries:
+        svg.rect(at, place - 7, 14, 14, colour, fill_opacity=opacity)
+        svg.text(at + 21, place, meaning, anchor="start")
+        at += 42 + 6.2 * len(meaning)
+    svg.text(
+        x,
+        place + 24,
+        "2.5: step 5 of tile 2. The colours are the consumers'; grey is waiting.",
+        SOFT_INK,
+        "start",
+    )
+    return svg
+
+
+class Block:
+    """Boxes and arrows."""
+
+    def __init__(self, svg: Svg):
+        self.svg = svg
+
+    def frame(self, x, y, width, height, title) -> None:
+        self.svg.rect(x, y, width, height, "#f1f4f7", stroke=LINE, rx=6)
+        self.svg.text(x + 12, y + 16, title, anchor="start", font_weight="bold")
+
+    def box(self, x, y, width, height, colour, lines) -> None:
+        self.svg.rect(x, y, width, height, PAPER, stroke=colour, stroke_width=1.5, rx=4)
+        top = y + height / 2 - 8 * (len(lines) - 1)
+        for line, text in enumerate(lines):
+            style = {"font_size": 11} if line else {"font_weight": "bold"}
+            self.svg.text(x + width / 2, top + 16 * line, text, SOFT_INK if line else INK, **style)
+
+    def arrow(self, x1, y1, x2, y2, colour=INK, **style) -> None:
+        self.svg.line(x1, y1, x2, y2, colour, stroke_width=1.4, **style)
+        tip = 5 if x2 > x1 else -5
+        self.svg.path(f"M{x2 - tip} {y2 - 4}L{x2} {y2}L{x2 - tip} {y2 + 4}", colour, stroke_width=1.4)
+
+
+def draw_block() -> Svg:
+    svg = Svg(1010, 376, "Roles and shared memory of a block")
+    block = Block(svg)
+    heading = "A block, with the numbers of head dim 128 and four query heads for a KV head"
+    svg.text(20, 24, heading, anchor="start", font_weight="bold", font_size=13)
+    top, height = 44, 276
+    block.frame(20, top, 96, height, "memory")
+    block.frame(150, top, 220, height, "producer, 32 registers")
+    block.frame(424, top, 226, height, "shared memory")
+    block.frame(704, top, 286, height, "consumers, 160 registers")
+    grey, orange = SOFT_INK, TILE_END
+    copied = ("queries and keys,", "writes the steps")
+    for y, tall, name in ((72, 140, "plan, q, k"), (220, 42, "plan, v"), (270, 42, "out, lse")):
+        block.box(30, y, 76, tall, LINE, (name,))
+    block.box(162, 72, 196, 140, grey, ("warp 0: one thread", "walks the plan, copies", *copied))
+    block.box(162, 220, 196, 42, grey, ("warp 1: one thread", "walks it again for values"))
+    block.box(162, 270, 196, 42, grey, ("warps 2 and 3", "clear rows that are no queries"))
+    rings = (
+        (72, 66, ("queries: 2 × 48 KB", "48 rows × 4 heads = 192 rows", "+ which rows, which heads")),
+        (146, 66, ("keys: 2 × 20 KB", "80 keys", "+ the step: flags, segment")),
+        (220, 42, ("values: 2 × 20 KB", "80 keys")),
+        (270, 42, ("barriers", "full and empty, of each buffer")),
+    )
+    for y, tall, lines in rings:
+        block.box(436, y, 202, tall, orange, lines)
+    for consumer, colour in enumerate(COLOURS):
+        rows = f"rows {64 * consumer} to {64 * consumer + 63} of the products"
+        registers = "a thread: 64 sums, 40 scores, 20 weights"
+        block.box(716, 72 + 82 * consumer, 262, 76, colour, (f"consumer {consumer}", rows, registers))
+    for y in (142, 241):
+        block.arrow(106, y, 162, y)
+    block.arrow(162, 291, 106, 291)
+    for y in (105, 179, 241):
+        for left, right in ((358, 436), (638, 704)):
+            block.arrow(left, y - 6, right, y - 6)
+            block.arrow(right, y + 8, left, y + 8, grey, stroke_dasharray="3 3")
+    y = 346
+    block.arrow(20, y, 60, y)
+    svg.text(70, y, "copies; a buffer is full", anchor="start")
+    block.arrow(280, y, 240, y, grey, stroke_dasharray="3 3")
+    svg.text(290, y, "a buffer is empty", anchor="start")
+    svg.text(990, y, "Each consumer takes every step, and writes its rows of out and lse.", SOFT_INK, "end")
+    return svg
+
+
+PICTURES = {"hopper_forward_schedule.svg": draw_schedule, "hopper_forward_block.svg": draw_block}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
+    for name, draw in PICTURES.items():
+        (folder / name).write_text(str(draw()), encoding="utf-8")
+        print(folder / name)
+
+
+if __name__ == "__main__":
+    main()
