@@ -73,6 +73,28 @@ PlanPointer MakePlan(Input& input, const dualkv_forest* forest) {
   return {plan, &dualkv_plan_destroy};
 }
 
+void CallTilesAndImage(Input& input, const dualkv_plan* plan) {
+  auto params = input.Params<dualkv_plan_params>();
+  if (Succeeded(dualkv_plan_set_tiles(input.Rarely() ? nullptr : &params, input.Enum(1), input.Enum(8),
+                                      input.Enum(4), input.Enum(140)))) {
+    for (const int32_t tile : {params.forward_query_tile, params.forward_key_tile, params.backward_query_tile,
+                               params.backward_key_tile}) {
+      Check(tile >= 1 && tile <= 65536, "a plan can have the tiles of a device");
+    }
+  }
+  size_t bytes = 0;
+  if (!Succeeded(dualkv_plan_image_bytes(plan, input.Rarely() ? nullptr : &bytes))) {
+    return;
+  }
+  const size_t offset = input.Rarely() ? static_cast<size_t>(input.Range(0, 15)) : 0;
+  const size_t missing = input.Rarely() ? 1 : 0;
+  const std::unique_ptr<std::byte, decltype(&std::free)> memory(
+      static_cast<std::byte*>(std::aligned_alloc(16, bytes + (offset > 0 ? 16 : 0))), &std::free);
+  Check(Succeeded(dualkv_plan_write_image(plan, memory.get() + offset, bytes - missing)) ==
+            (offset == 0 && missing == 0),
+        "an image is written if and only if there is room for it");
+}
+
 // A [rows, heads, dim] tensor. Rows and heads of an input may repeat, run backwards or lie anywhere.
 class Tensor {
  public:
@@ -369,6 +391,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       if (const ForestPointer forest = MakeForest(input)) {
         if (const PlanPointer plan = MakePlan(input, forest.get())) {
           CallAttention(input, forest.get(), plan.get());
+          CallTilesAndImage(input, plan.get());
         }
       }
       break;
