@@ -59,34 +59,45 @@ def require_dimensions(x: torch.Tensor, name: str, dimensions: str) -> None:
         raise ValueError(f"{name} must be {dimensions}, {expected}-dimensional, got shape {list(x.shape)}")
 
 
+# The checks that follow run in every call: their messages are put together only where one fails.
+
+
 def require_same_dtype(**tensors) -> None:
     """All of one of the supported floating point types."""
-    dtypes = {name: x.dtype for name, x in tensors.items() if x is not None}
-    listing = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-    first = next(iter(dtypes.values()))
-    for dtype in dtypes.values():
-        if dtype != first:
-            raise TypeError(f"{', '.join(dtypes)} must have the same dtype, got {listing}")
-    if first not in DTYPE_CODES:
-        supported = ", ".join(str(dtype) for dtype in DTYPE_CODES)
-        raise TypeError(f"{', '.join(dtypes)} must be one of {supported}, got {listing}")
+    first, same = _compare([x.dtype for x in tensors.values() if x is not None])
+    if same and first in DTYPE_CODES:
+        return
+    names, listing = _listing(tensors, lambda x: x.dtype)
+    if not same:
+        raise TypeError(f"{names} must have the same dtype, got {listing}")
+    supported = ", ".join(str(dtype) for dtype in DTYPE_CODES)
+    raise TypeError(f"{names} must be one of {supported}, got {listing}")
 
 
 def require_same_shape(**tensors) -> None:
-    shapes = {name: list(x.shape) for name, x in tensors.items() if x is not None}
-    first = next(iter(shapes.values()))
-    if any(shape != first for shape in shapes.values()):
-        listing = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"{', '.join(shapes)} must have the same shape, got {listing}")
+    _, same = _compare([x.shape for x in tensors.values() if x is not None])
+    if not same:
+        names, listing = _listing(tensors, lambda x: list(x.shape))
+        raise ValueError(f"{names} must have the same shape, got {listing}")
 
 
 def require_same_device(**tensors) -> None:
-    devices = {name: x.device for name, x in tensors.items() if x is not None}
-    first = next(iter(devices.values()))
-    for device in devices.values():
-        if device != first:
-            listing = ", ".join(f"{name} {device}" for name, device in devices.items())
-            raise ValueError(f"{', '.join(devices)} must be on the same device, got {listing}")
+    _, same = _compare([x.device for x in tensors.values() if x is not None])
+    if not same:
+        names, listing = _listing(tensors, lambda x: x.device)
+        raise ValueError(f"{names} must be on the same device, got {listing}")
+
+
+def _compare(values: list) -> tuple:
+    """The first value, and whether all are equal to it."""
+    first = values[0]
+    return first, all(value == first for value in values)
+
+
+def _listing(tensors: dict, describe) -> tuple[str, str]:
+    """ "q, k" and "q torch.float32, k torch.float16"."""
+    present = {name: describe(x) for name, x in tensors.items() if x is not None}
+    return ", ".join(present), ", ".join(f"{name} {value}" for name, value in present.items())
 
 
 def dense_last_dim(x: torch.Tensor) -> torch.Tensor:
@@ -97,10 +108,12 @@ def dense_last_dim(x: torch.Tensor) -> torch.Tensor:
 def aligned_heads(x: torch.Tensor) -> torch.Tensor:
     """x [rows, heads, head_dim], copied only if CUDA kernels, which read 16 bytes at a time, cannot read it
     where it lies."""
-    taken = [stride for stride, extent in zip(x.stride()[:2], x.shape) if extent > 1]
-    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in taken)
-    if aligned and x.stride(2) == 1 and x.data_ptr() % 16 == 0:
-        return x
+    row, head, dim = x.stride()
+    if x.data_ptr() % 16 == 0 and dim == 1:
+        unit = 16 // x.element_size()
+        rows_fit = (row > 0 and row % unit == 0) or x.shape[0] <= 1
+        if rows_fit and ((head > 0 and head % unit == 0) or x.shape[1] <= 1):
+            return x
     return x.clone(memory_format=torch.contiguous_format)
 
 

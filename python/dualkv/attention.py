@@ -7,6 +7,7 @@ dualkv::attention_forward and dualkv::attention_backward, which call the C funct
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 
@@ -114,7 +115,7 @@ def attend(
     q, k, v = cast_for_autocast(q, k, v)
     require_same_dtype(q=q, k=k, v=v)
     require_same_device(q=q, k=k, v=v, sinks=sinks)
-    _require_shapes(q, k, v)
+    _require_shapes(q.shape, k.shape, v.shape)
     if sinks is not None:
         if sinks.shape != q.shape[1:2]:
             raise ValueError(f"sinks must be [H], [{q.shape[1]}], got shape {list(sinks.shape)}")
@@ -129,20 +130,20 @@ def attend(
         number(softcap, "softcap"),
         query_row_begin,
     )
-    return _Attention.apply(q, k, v, sinks, segments, options, deterministic)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+        return _Attention.apply(q, k, v, sinks, segments, options, deterministic)
+    return torch.ops.dualkv.attention_forward(q, k, v, sinks, segments, *options)
 
 
-def _require_shapes(q, k, v) -> None:
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k must have the same head dim, got {q.shape[2]} and {k.shape[2]}")
-    if q.shape[2] == 0:
+def _require_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+    if k != v:
+        raise ValueError(f"k and v must have the same shape, got {list(k)} and {list(v)}")
+    if q[2] != k[2]:
+        raise ValueError(f"q and k must have the same head dim, got {q[2]} and {k[2]}")
+    if q[2] == 0:
         raise ValueError("the head dim of q must be at least 1, got 0")
-    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        raise ValueError(
-            f"the heads of q must be a multiple of the heads of k and v, got {q.shape[1]} and {k.shape[1]}"
-        )
+    if q[1] == 0 or k[1] == 0 or q[1] % k[1] != 0:
+        raise ValueError(f"the heads of q must be a multiple of the heads of k and v, got {q[1]} and {k[1]}")
 
 
 class _Attention(torch.autograd.Function):
@@ -276,44 +277,58 @@ class _Call:
 
     def __init__(self, q, k, v, sinks, segments, out, lse, scale, window_left, softcap, query_row_begin):
         readable = aligned_heads if q.is_cuda else dense_last_dim
-        q, k, v, out = (readable(x) for x in (q, k, v, out))
+        q, k, v, out = readable(q), readable(k), readable(v), readable(out)
         sinks = None if sinks is None else sinks.contiguous()
         lse = lse.contiguous()
-        # An operator may be called without `attention`, and must not read past a tensor for it.
-        require_same_dtype(q=q, k=k, v=v, out=out)
-        _require_shapes(q, k, v)
-        require_same_shape(q=q, out=out)
-        for name, x, shape in (("sinks", sinks, q.shape[1:2]), ("lse", lse, (q.shape[1], q.shape[0]))):
-            if x is not None and (x.dtype != accumulation_dtype(q.dtype) or x.shape != shape):
-                raise ValueError(
-                    f"{name} must be {accumulation_dtype(q.dtype)} {list(shape)}, got {x.dtype} {list(x.shape)}"
-                )
         if q.is_cuda:
-            schedule, image = plan_on_device(segments, window_left, query_row_begin, q, k)
-            stream = torch.cuda.current_stream().cuda_stream
+            stream = torch.cuda.current_stream(q.device)
+            schedule, image = plan_on_device(segments, window_left, query_row_begin, q, k, stream)
         else:
-            schedule, image, stream = plan(segments, window_left, query_row_begin), None, None
-        self._kept = q, k, v, out, sinks, lse, schedule, image
-        self.params = _abi.dualkv_attention_params(
-            device=_abi.CUDA if q.is_cuda else _abi.CPU,
-            dtype=DTYPE_CODES[q.dtype],
-            num_threads=torch.get_num_threads(),
-            num_heads=q.shape[1],
-            num_kv_heads=k.shape[1],
-            head_dim=q.shape[2],
-            plan=schedule.address,
-            query_rows=q.shape[0],
-            query_row_begin=query_row_begin,
-            key_rows=k.shape[0],
-            scale=scale,
-            softcap=softcap,
-            q=rows_of_heads(q),
-            k=rows_of_heads(k),
-            v=rows_of_heads(v),
-            sinks=address(sinks),
-            out=rows_of_heads(out),
-            lse=address(lse),
-            device_plan=address(image),
-            device_plan_bytes=0 if image is None else image.numel(),
-            stream=stream,
+            schedule, image = plan(segments, window_left, query_row_begin), None
+        layout = [None if x is None else (x.dtype, x.shape, x.stride()) for x in (q, k, v, sinks, out, lse)]
+        params = _abi.dualkv_attention_params.from_buffer_copy(
+            _params_of_layout(*layout, q.is_cuda, scale, softcap, query_row_begin)
         )
+        params.num_threads = torch.get_num_threads()
+        params.plan = schedule.address
+        params.q.data, params.k.data, params.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        params.out.data, params.lse, params.sinks = out.data_ptr(), lse.data_ptr(), address(sinks)
+        if image is not None:
+            params.device_plan, params.device_plan_bytes = image.data_ptr(), image.numel()
+            params.stream = stream.cuda_stream
+        self.params = params
+        self._kept = q, k, v, out, sinks, lse, schedule, image
+
+
+@functools.lru_cache(maxsize=256)
+def _params_of_layout(q, k, v, sinks, out, lse, is_cuda, scale, softcap, query_row_begin):
+    """What the parameters of a call are but for addresses, made and checked once for all calls whose tensors
+    have the same (dtype, shape, strides). An operator may be called without `attention`, and must not read
+    past a tensor for it."""
+    types, shapes, strides = zip(*(q, k, v, out))
+    if any(dtype != q[0] for dtype in types) or q[0] not in DTYPE_CODES:
+        raise TypeError(f"q, k, v and out must have the same dtype, got {', '.join(map(str, types))}")
+    _require_shapes(*shapes[:3])
+    (rows, heads, head_dim), wide = shapes[0], accumulation_dtype(q[0])
+    if shapes[3] != shapes[0]:
+        raise ValueError(f"q and out must have the same shape, got {list(shapes[0])} and {list(shapes[3])}")
+    for name, x, shape in (("sinks", sinks, [heads]), ("lse", lse, [heads, rows])):
+        if x is not None and (x[0] != wide or list(x[1]) != shape):
+            raise ValueError(f"{name} must be {wide} {shape}, got {x[0]} {list(x[1])}")
+    tensors = [_abi.dualkv_tensor(None, *stride[:2]) for stride in strides]
+    return _abi.dualkv_attention_params(
+        device=_abi.CUDA if is_cuda else _abi.CPU,
+        dtype=DTYPE_CODES[q[0]],
+        num_heads=heads,
+        num_kv_heads=shapes[1][1],
+        head_dim=head_dim,
+        query_rows=rows,
+        query_row_begin=query_row_begin,
+        key_rows=shapes[1][0],
+        scale=scale,
+        softcap=softcap,
+        q=tensors[0],
+        k=tensors[1],
+        v=tensors[2],
+        out=tensors[3],
+    )

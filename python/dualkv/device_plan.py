@@ -108,14 +108,14 @@ class DevicePlan:
             _refuse_capture("a DevicePlan is made and loaded outside of the capture, before the replay")
             # torch keeps pinned memory until the copies from it have been done.
             self.image[:size].copy_(_pinned_image(schedule), non_blocking=True)
-            self._memory.used_by_current_stream()
+            self._memory.used_by(torch.cuda.current_stream())
         self.forest = forest
         self._plan = schedule
 
     def _plan_of(self, forest: SegmentForest) -> Handle:
         return plan(forest.segments, self._window_left, 0, self._tiles)
 
-    def _plan_for(self, q, k, window_left: int) -> Handle:
+    def _plan_for(self, q, k, window_left: int, stream) -> Handle:
         """The loaded plan, if it serves a call with these arguments."""
         rows = min(len(q), len(k))
         if rows < self.max_tokens:
@@ -134,13 +134,16 @@ class DevicePlan:
                 f"{q.shape[1]} heads, {k.shape[1]} KV heads and head dim {q.shape[2]} need a DevicePlan that "
                 f"was made for them: their tiles are {tiles}, those of this one {self._tiles}"
             )
-        self._memory.used_by_current_stream()
+        self._memory.used_by(stream)
         return self._plan
 
 
-def plan_on_device(segments, window_left: int, query_row_begin: int, q, k) -> tuple[Handle, torch.Tensor]:
+def plan_on_device(
+    segments, window_left: int, query_row_begin: int, q, k, stream: torch.cuda.Stream
+) -> tuple[Handle, torch.Tensor]:
     """The plan for the operators' argument `segments`, and its image in the memory of q's device, which is
-    the current one, for work on the current stream. The caller keeps both until that has been launched.
+    the current one, for work on its current stream `stream`. The caller keeps both until that has been
+    launched.
 
     segments: int64 CPU tensor [S, 2], or the image of a DevicePlan on that device. q [Tq, H, D], k
     [Tk, Hk, D].
@@ -152,7 +155,7 @@ def plan_on_device(segments, window_left: int, query_row_begin: int, q, k) -> tu
                 "segments must be an int64 CPU tensor [S, 2] or the image of a dualkv.DevicePlan, "
                 f"got {segments.dtype} {list(segments.shape)} on {segments.device}"
             )
-        return slot._plan_for(q, k, window_left), segments
+        return slot._plan_for(q, k, window_left, stream), segments
     _refuse_capture(
         "it would keep the address of the forest's plan, which is freed when the plan drops out of its "
         "cache; give dualkv.attention a dualkv.DevicePlan in place of the forest"
@@ -163,7 +166,7 @@ def plan_on_device(segments, window_left: int, query_row_begin: int, q, k) -> tu
         if q.device not in images:
             images[q.device] = _SharedMemory(_upload(schedule, q.device))
         memory = images[q.device]
-    memory.used_by_current_stream()
+    memory.used_by(stream)
     return schedule, memory.tensor
 
 
@@ -174,8 +177,7 @@ class _SharedMemory:
         self.tensor = tensor
         self._streams = set()
 
-    def used_by_current_stream(self) -> None:
-        stream = torch.cuda.current_stream(self.tensor.device)
+    def used_by(self, stream: torch.cuda.Stream) -> None:
         if stream.cuda_stream not in self._streams:
             self.tensor.record_stream(stream)
             self._streams.add(stream.cuda_stream)
