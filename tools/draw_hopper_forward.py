@@ -72,7 +72,7 @@ class Span:
     end: int
 
 
-DURATION = {"scores": 320, "values": 320, "softmax": 1000, "packing": 150, "tile end": 400}
+DURATION = {"scores": 256, "values": 256, "softmax": 800, "packing": 120, "tile end": 400}
 
 
 def simulate(consumers: int = 3, tiles: int = 4, steps: int = 6) -> list[Span]:
