@@ -101,15 +101,22 @@ struct Expected {
 
 template <class Element>
 void ExpectRight(const AttentionProblem<Element>& p, const Expected& plain, const Expected& oracle) {
+  const int64_t heads = p.options.num_heads, dim = p.options.head_dim;
   const std::vector<double> out = Flat(p.out), lse(p.lse.begin(), p.lse.end());
   ExpectWithinBudget("out", out, plain.out, oracle.out, Type<Element>::kEpsilon);
-  double largest_score = p.options.softcap;
-  for (const double x : oracle.lse) {
-    largest_score = std::max(largest_score, std::isinf(x) ? 0 : std::abs(x));
-  }
-  ExpectWithinBudget("lse", lse, plain.lse, oracle.lse, std::numeric_limits<float>::epsilon(),
-                     largest_score * std::sqrt(p.options.head_dim));  // a score is a sum of D terms
-  const int64_t heads = p.options.num_heads, dim = p.options.head_dim;
+  auto largest = [](const std::vector<double>& values) {
+    double result = 0;
+    for (const double x : values) {
+      result = std::isfinite(x) ? std::max(result, std::abs(x)) : result;
+    }
+    return result;
+  };
+  // A score is a sum of D terms. A tensor core adds up to 16 of them at the exponent of the largest, and cuts
+  // off what lies below.
+  const double terms = static_cast<double>(std::min<int64_t>(dim, 16)) * std::abs(p.options.scale) *
+                       largest(Flat(p.q)) * largest(Flat(p.k));
+  const double scores = std::max({terms, p.options.softcap, std::sqrt(dim) * largest(oracle.lse)});
+  ExpectWithinBudget("lse", lse, plain.lse, oracle.lse, std::numeric_limits<float>::epsilon(), scores);
   for (int64_t i = 0; i < p.query_rows * heads * dim; ++i) {
     const int64_t row = i / dim / heads, head = i / dim % heads;
     if (std::isinf(oracle.lse[head * p.query_rows + row])) {
