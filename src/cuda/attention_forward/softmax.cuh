@@ -95,8 +95,8 @@ struct Softmax {
     const float top = fmaxf(shift[i], other);
     const float weight = ptx::Exp2(shift[i] - top);
     const float denominator = fmaf(sum, weight, ptx::Exp2(other - top));
-    constexpr float kPowerOfSlack = 1
-                                    << kSlack;  // brings the denominator near 1, where its logarithm is exact
+    // Brings the denominator near 1, where its logarithm is exact.
+    constexpr float kPowerOfSlack = 1 << kSlack;
     *lse = (log2f(denominator * kPowerOfSlack) + (top - kSlack)) * kLn2;
     return weight * ptx::Reciprocal(denominator);
   }
