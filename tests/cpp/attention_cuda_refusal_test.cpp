@@ -69,8 +69,7 @@ TEST_F(AttentionOnCudaRefuses, BuildsWithoutKernels) {
   }
   const std::string message =
       "this build has no CUDA kernels: install CUDA's compiler (nvcc 12.3 or later) and build dualkv again, "
-      "or "
-      "move the tensors to the CPU";
+      "or move the tensors to the CPU";
   ExpectRefused(SetTiles(DUALKV_CUDA, 4, 2, 8), DUALKV_UNSUPPORTED, message);
   ExpectUnsupported(message);
 }
