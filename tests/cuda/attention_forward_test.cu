@@ -236,6 +236,16 @@ TEST_F(CudaAttentionSmall, EmptyBatches) {
   CheckAgainstOracle<Float16>({{5}, {-1}}, no_queries, 1);
 }
 
+TEST_F(CudaAttentionSmall, RowsWithoutKeys) {
+  AttentionProblem<BFloat16> problem({{0}, {-1}}, {.device = DUALKV_CUDA, .extra_rows = 3}, 1);
+  problem.key_rows = 0;
+  problem.k.data().clear();  // NULL
+  problem.v.data().clear();
+  RunOnDevice(problem);
+  EXPECT_EQ(Flat(problem.out), std::vector<double>(3 * 8, 0));
+  EXPECT_EQ(problem.lse, std::vector<float>(3, -std::numeric_limits<float>::infinity()));
+}
+
 TEST_F(CudaAttention, MatchesTheOracleOnRandomForests) {
   for (uint64_t seed = 0; seed < 60; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
