@@ -9,8 +9,10 @@ batch with the prompt before every response.
     out = dualkv.attention(q, k, v, batch.forest)     # this for attention
     logp, entropy = dualkv.linear_logprob(hidden, lm_head.weight, batch.target_rows, batch.target_ids)
     batch.unpack(logp)                                # log-probs of each group's responses
+    loss, metrics = dualkv.losses.dapo()(logp, batch, advantages, counts)
 """
 
+from . import losses
 from ._library import library as _c
 from .attention import attention
 from .device_plan import DevicePlan
@@ -28,6 +30,7 @@ __all__ = [
     "attention",
     "flash_attn_dualkv_varlen_func",
     "linear_logprob",
+    "losses",
     "pack",
     "pack_padded",
 ]
