@@ -6,12 +6,19 @@ set(DUALKV_HAS_CUDA OFF)
 if(DUALKV_CUDA)
   include(CheckLanguage)
   check_language(CUDA)
+  set(DUALKV_NVCC_FAULT "nvcc was not found")
   if(CMAKE_CUDA_COMPILER)
-    set(DUALKV_HAS_CUDA ON)
-  elseif(NOT DUALKV_CUDA STREQUAL "AUTO")
-    message(FATAL_ERROR "DUALKV_CUDA is ${DUALKV_CUDA} but nvcc was not found: set CUDACXX to its path, or DUALKV_CUDA to OFF")
-  else()
-    message(STATUS "nvcc was not found: dualkv is built without its CUDA kernels")
+    execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --version OUTPUT_VARIABLE DUALKV_NVCC_VERSION)
+    string(REGEX REPLACE ".*release ([0-9.]+).*" "\\1" DUALKV_NVCC_VERSION "${DUALKV_NVCC_VERSION}")
+    set(DUALKV_NVCC_FAULT "nvcc is of CUDA ${DUALKV_NVCC_VERSION}, not 12.5 or later")
+    if(DUALKV_NVCC_VERSION VERSION_GREATER_EQUAL 12.5)
+      set(DUALKV_HAS_CUDA ON)
+    endif()
+  endif()
+  if(NOT DUALKV_HAS_CUDA AND NOT DUALKV_CUDA STREQUAL "AUTO")
+    message(FATAL_ERROR "DUALKV_CUDA is ${DUALKV_CUDA} but ${DUALKV_NVCC_FAULT}: set CUDACXX to its path, or DUALKV_CUDA to OFF")
+  elseif(NOT DUALKV_HAS_CUDA)
+    message(STATUS "${DUALKV_NVCC_FAULT}: dualkv is built without its CUDA kernels")
   endif()
 endif()
 if(NOT DUALKV_HAS_CUDA)
@@ -28,8 +35,12 @@ find_package(CUDAToolkit REQUIRED)
 
 file(GLOB_RECURSE DUALKV_CUDA_SOURCES CONFIGURE_DEPENDS src/cuda/*.cu)
 target_sources(dualkv PRIVATE ${DUALKV_CUDA_SOURCES})
-set_target_properties(dualkv PROPERTIES CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")
+set_target_properties(dualkv PROPERTIES
+  CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}" CUDA_VISIBILITY_PRESET hidden)
 target_link_libraries(dualkv PRIVATE CUDA::cudart_static)
-# A kernel that spills registers, or whose matrix products the compiler serialises (C7510 and its like), is a fault.
-target_compile_options(dualkv PRIVATE
-  "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>")
+# As on the CPU, products and sums are fused where the code says so and nowhere else: a row's bits must not depend on
+# the path that its warp takes.
+target_compile_options(dualkv PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--fmad=false>")
+# A kernel that spills registers is a fault. tools/check_kernels.py, a test, finds matrix products that are serialised.
+target_compile_options(dualkv PRIVATE "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${DUALKV_WERROR}>>:\
+-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>")

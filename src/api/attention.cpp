@@ -37,7 +37,7 @@ void RequireCudaHeadDim(int32_t head_dim) {
 // 16-byte accesses, and strides that fit in a tensor map. A stride that is never taken may have any value.
 void CheckCudaTensor(const dualkv_tensor& tensor, int64_t rows, int64_t heads, const char* name) {
   Require(IsAligned(tensor.data, 16), name, ".data must be aligned to 16 bytes on CUDA, got ", tensor.data);
-  constexpr int64_t kMaxStride = (int64_t{1} << 39) - 8;  // of 2-byte elements
+  constexpr int64_t kMaxStride = (int64_t{1} << 35) - 8;  // packed heads take up to 16 times as much
   auto require_stride = [&](int64_t stride, int64_t extent, const char* which) {
     Require(extent <= 1 || (stride > 0 && stride <= kMaxStride && stride % 8 == 0), name, ".", which,
             " must be a positive multiple of 8 up to ", kMaxStride, " on CUDA, got ", stride);
@@ -110,6 +110,8 @@ void CheckCuda(const dualkv_attention_params& params, const Plan& plan) {
   CheckCudaTensor(params.k, params.key_rows, params.num_kv_heads, "k");
   CheckCudaTensor(params.v, params.key_rows, params.num_kv_heads, "v");
   CheckCudaTensor(params.out, params.query_rows, params.num_heads, "out");
+  Require(IsAligned(params.sinks, alignof(float)), "sinks must be aligned to 4 bytes, got ", params.sinks);
+  Require(IsAligned(params.lse, alignof(float)), "lse must be aligned to 4 bytes, got ", params.lse);
 }
 
 const Plan& CheckForward(const dualkv_attention_params& params) {

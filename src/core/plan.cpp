@@ -240,6 +240,12 @@ Plan::Plan(const Forest& forest_, int64_t window_left_, std::span<const uint8_t>
            TileSizes forward_tiles, TileSizes backward_tiles)
     : forest(forest_), window_left(window_left_), keys_only(keys_only_.begin(), keys_only_.end()) {
   keys_only.resize(forest.segments().size(), 0);
+  for (size_t s = 0; s < keys_only.size(); ++s) {
+    const dualkv_segment& segment = forest.segments()[s];
+    if (keys_only[s] && segment.begin < segment.end) {
+      cleared.push_back({segment.begin, segment.end});
+    }
+  }
   if (window_left >= 0) {
     positions.resize(forest.total_tokens());
     forest.WritePositions(positions.data());

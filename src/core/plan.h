@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/forest.h"
+#include "core/visibility.h"
 #include "dualkv/dualkv.h"
 
 namespace dualkv::core {
@@ -46,6 +47,7 @@ struct Plan {
   int64_t window_left;
   std::vector<uint8_t> keys_only;  // a flag for each segment
   std::vector<int32_t> positions;  // of every row; empty without a window
+  std::vector<Interval> cleared;   // rows that are no queries
   Schedule forward;
   Schedule backward;
   int64_t num_query_tiles;  // of the backward

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <vector>
 
 #include "core/plan.h"
 
@@ -14,23 +13,12 @@ constexpr uint64_t kAlignment = 16;
 
 uint64_t AlignUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-std::vector<Interval> ClearedRows(const Plan& plan) {
-  std::vector<Interval> cleared;
-  const auto segments = plan.forest.segments();
-  for (size_t s = 0; s < segments.size(); ++s) {
-    if (plan.keys_only[s] && segments[s].begin < segments[s].end) {
-      cleared.push_back({segments[s].begin, segments[s].end});
-    }
-  }
-  return cleared;
-}
-
 struct Layout {
   PlanImageHeader header;
   uint64_t bytes;
 };
 
-Layout LayOut(const Plan& plan, size_t num_cleared) {
+Layout LayOut(const Plan& plan) {
   PlanImageHeader header{};
   uint64_t end = AlignUp(sizeof(PlanImageHeader));
   auto place = [&](uint64_t bytes) {
@@ -40,10 +28,10 @@ Layout LayOut(const Plan& plan, size_t num_cleared) {
   };
   header.tiles = place(plan.forward.tiles.size() * sizeof(dualkv_tile));
   header.runs = place(plan.forward.runs.size() * sizeof(ImageRun));
-  header.cleared = place(num_cleared * sizeof(Interval));
+  header.cleared = place(plan.cleared.size() * sizeof(Interval));
   header.positions = place(plan.positions.size() * sizeof(int32_t));
   header.num_tiles = static_cast<int32_t>(plan.forward.tiles.size());
-  header.num_cleared = static_cast<int32_t>(num_cleared);
+  header.num_cleared = static_cast<int32_t>(plan.cleared.size());
   header.total_tokens = static_cast<int32_t>(plan.forest.total_tokens());
   // A window as wide as all rows hides nothing.
   header.window_left =
@@ -53,11 +41,10 @@ Layout LayOut(const Plan& plan, size_t num_cleared) {
 
 }  // namespace
 
-size_t PlanImageBytes(const Plan& plan) { return LayOut(plan, ClearedRows(plan).size()).bytes; }
+size_t PlanImageBytes(const Plan& plan) { return LayOut(plan).bytes; }
 
 void WritePlanImage(const Plan& plan, std::byte* image) {
-  const std::vector<Interval> cleared = ClearedRows(plan);
-  const auto [header, bytes] = LayOut(plan, cleared.size());
+  const auto [header, bytes] = LayOut(plan);
   std::memset(image, 0, bytes);
   std::memcpy(image, &header, sizeof(header));
   auto* tiles = reinterpret_cast<dualkv_tile*>(image + header.tiles);
@@ -68,7 +55,7 @@ void WritePlanImage(const Plan& plan, std::byte* image) {
     return ImageRun{
         .begin = run.begin, .end = run.end, .masked = run.masked, .segment = segments[run.segment]};
   });
-  std::copy(cleared.begin(), cleared.end(), reinterpret_cast<Interval*>(image + header.cleared));
+  std::copy(plan.cleared.begin(), plan.cleared.end(), reinterpret_cast<Interval*>(image + header.cleared));
   std::copy(plan.positions.begin(), plan.positions.end(),
             reinterpret_cast<int32_t*>(image + header.positions));
 }

@@ -41,7 +41,8 @@ DUALKV_HOST_DEVICE Interval VisibleKeys(int32_t row, int32_t position, const dua
   end = inside ? end : segment.begin;
   int64_t begin = segment.begin;
   if (window_left >= 0) {
-    const int64_t oldest = segment.begin + (static_cast<int64_t>(position) - window_left - segment.position);
+    const int64_t window = window_left < INT32_MAX ? window_left : INT32_MAX;  // as good, safe to subtract
+    const int64_t oldest = segment.begin + (static_cast<int64_t>(position) - window - segment.position);
     begin = oldest > begin ? oldest : begin;
   }
   return {static_cast<int32_t>(begin < end ? begin : end), end};

@@ -63,7 +63,9 @@ void AttentionForward(const dualkv_attention_params& params, const core::Plan& p
                 params.num_heads, " on CUDA: ", plan.forward.tiles.size());
   const auto dtype = static_cast<dualkv_dtype>(params.dtype);
   auto map_rows = [&](const dualkv_tensor& x) {
-    return EncodeTensorMap(x.data, dtype,
+    // Without rows there may be no address, which a map has to have; nothing is read from it then.
+    const void* data = params.key_rows > 0 ? x.data : params.device_plan;
+    return EncodeTensorMap(data, dtype,
                            std::array<MapDimension, 3>{{{params.head_dim, 1, 64},
                                                         {params.num_kv_heads, x.head_stride, 1},
                                                         {params.key_rows, x.row_stride, shape.keys}}});
@@ -95,7 +97,7 @@ void AttentionForward(const dualkv_attention_params& params, const core::Plan& p
       .packs_per_kv_head = group / packed,
       .rows_per_tile = rows_per_tile,
       // A scale of 0 becomes one that leaves no score different from 0: hidden scores stay infinite.
-      .exponent_scale = scale != 0 ? scale : std::numeric_limits<float>::min(),
+      .exponent_scale = scale != 0 ? scale : std::numeric_limits<float>::denorm_min(),
       .exponent_cap = narrow(params.softcap * kLog2E),
       .tanh_scale = params.softcap > 0 ? narrow(2 * kLog2E * params.scale / params.softcap) : 0.0f};
   auto* launch = params.head_dim <= 64 ? LaunchHeadDim64 : LaunchHeadDim128;

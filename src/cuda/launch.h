@@ -7,22 +7,26 @@
 
 namespace dualkv::cuda {
 
-// Throws std::runtime_error with CUDA's description of the error.
+// Throws with CUDA's description of the error: core::Unsupported if there is no GPU or too old a driver, else
+// std::runtime_error.
 void Check(cudaError_t error, const char* what);
 
-// The current device's multiprocessors. Throws core::Unsupported unless its compute capability is 9.0.
-int RequireHopper();
+// Throws core::Unsupported unless the current device has compute capability 9.0.
+void RequireHopper();
 
-void LaunchOnce(const void* kernel, int blocks, int threads, size_t shared_bytes, cudaStream_t stream,
-                void** arguments);
+// Of the current device.
+int NumMultiprocessors();
+
+void Launch(const void* kernel, int blocks, int threads, size_t shared_bytes, cudaStream_t stream,
+            void** arguments);
 
 // One block for each multiprocessor of the current device.
 template <class Params>
 void LaunchPersistent(void (*kernel)(Params), int threads, size_t shared_bytes, cudaStream_t stream,
                       const Params& params) {
   void* arguments[] = {const_cast<Params*>(&params)};
-  LaunchOnce(reinterpret_cast<const void*>(kernel), RequireHopper(), threads, shared_bytes, stream,
-             arguments);
+  Launch(reinterpret_cast<const void*>(kernel), NumMultiprocessors(), threads, shared_bytes, stream,
+         arguments);
 }
 
 }  // namespace dualkv::cuda

@@ -7,9 +7,8 @@ namespace {
 
 [[noreturn]] void Refuse() {
   throw core::Unsupported(
-      "this build has no CUDA kernels: install CUDA's compiler (nvcc 12.3 or later) and build dualkv again, "
-      "or move "
-      "the tensors to the CPU");
+      "this build has no CUDA kernels: install CUDA's compiler (nvcc 12.5 or later) and build dualkv again, "
+      "or move the tensors to the CPU");
 }
 
 }  // namespace

@@ -68,7 +68,7 @@ TEST_F(AttentionOnCudaRefuses, BuildsWithoutKernels) {
     GTEST_SKIP() << "needs a build without CUDA kernels";
   }
   const std::string message =
-      "this build has no CUDA kernels: install CUDA's compiler (nvcc 12.3 or later) and build dualkv again, "
+      "this build has no CUDA kernels: install CUDA's compiler (nvcc 12.5 or later) and build dualkv again, "
       "or move the tensors to the CPU";
   ExpectRefused(SetTiles(DUALKV_CUDA, 4, 2, 8), DUALKV_UNSUPPORTED, message);
   ExpectUnsupported(message);
@@ -141,13 +141,22 @@ TEST_F(AttentionKernelsRefuse, MisalignedTensors) {
   }
 }
 
+TEST_F(AttentionKernelsRefuse, MisalignedStatistics) {
+  auto* const aligned = static_cast<std::byte*>(params_.lse);
+  params_.lse = aligned + 2;
+  ExpectInvalid(Concat("lse must be aligned to 4 bytes, got ", params_.lse));
+  params_.lse = aligned;
+  params_.sinks = aligned + 2;
+  ExpectInvalid(Concat("sinks must be aligned to 4 bytes, got ", params_.sinks));
+}
+
 TEST_F(AttentionKernelsRefuse, StridesThatAreNoneOfATensorMap) {
   const dualkv_attention_params kept = params_;
   for (const auto& [tensor, name] :
        {std::pair{&params_.q, "q"}, {&params_.k, "k"}, {&params_.v, "v"}, {&params_.out, "out"}}) {
     for (const int64_t stride : {int64_t{0}, int64_t{-8}, int64_t{12}, int64_t{1} << 39}) {
       const std::string message =
-          Concat("_stride must be a positive multiple of 8 up to 549755813880 on CUDA, got ", stride);
+          Concat("_stride must be a positive multiple of 8 up to 34359738360 on CUDA, got ", stride);
       tensor->row_stride = stride;
       ExpectInvalid(Concat(name, ".row", message));
       params_ = kept;

@@ -172,6 +172,11 @@ TEST(Attention, KeysOnlySegmentsNeedNoQueries) {
   CheckAgainstOracle<float>(forest, options, 3);
 }
 
+TEST(Attention, TheWidestWindowHidesNothing) {
+  const ForestSpec forest{{9, 20, 5, 30}, {-1, 0, 1, 0}};
+  CheckAgainstOracle<float>(forest, {.head_dim = 16, .scale = 0.25, .window_left = INT64_MAX}, 1);
+}
+
 TEST(Attention, EmptyBatches) {
   CheckAgainstOracle<float>({{}, {}}, {}, 1);
   CheckAgainstOracle<float>({{0, 0}, {-1, 0}}, {.extra_rows = 3}, 1);

@@ -25,7 +25,7 @@ struct Config<128> {
   static constexpr int kKeyTile = 64;
   static constexpr int kConsumers = 3;
   static constexpr int kProducerRegisters = 32;
-  static constexpr int kConsumerRegisters = 160;  // 64 sums, 40 scores, 20 of packed weights
+  static constexpr int kConsumerRegisters = 160;  // 64 sums, 32 scores, 16 of packed weights
 };
 
 template <>

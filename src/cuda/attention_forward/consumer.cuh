@@ -227,12 +227,18 @@ class Consumer {
     ptx::NamedBarrierSync(1 + index_, 128);
   }
 
-  // Softcaps the scores, in the units of base-2 exponents: tanh(x) = 1 - 2 / (1 + exp(2 x)).
+  // Softcaps the scores, in the units of base-2 exponents: tanh(x) = 1 - 2 / (1 + exp(2 x)), and near 0,
+  // where that difference has no digits left, x - x^3 / 3.
   __device__ __forceinline__ void Cap(float (&scores)[kScores]) const {
     const float cap = params_.exponent_cap;
+    constexpr float kUnit = 2 * kLog2E;  // of t, which is 2 x as a base-2 exponent
+    constexpr float kNear = 0.05f * kUnit, kThird = 1 / (3 * kUnit * kUnit);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      scores[i] = fmaf(ptx::Reciprocal(1.0f + ptx::Exp2(scores[i] * params_.tanh_scale)), -2 * cap, cap);
+      const float t = scores[i] * params_.tanh_scale;
+      const float near = scores[i] * params_.exponent_scale * fmaf(-kThird * t, t, 1.0f);
+      const float far = fmaf(ptx::Reciprocal(1.0f + ptx::Exp2(t)), -2 * cap, cap);
+      scores[i] = fabsf(t) < kNear ? near : far;
     }
   }
 

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>, 1) Kernel(const __grid_con
 
 // Launches the kernel for these parameters.
 template <class Element, int kHeadDim>
-void Launch(const Params& params, cudaStream_t stream) {
+void LaunchFor(const Params& params, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(SharedMemory<Element, kHeadDim>);
   LaunchPersistent(
       params.exponent_cap > 0 ? Kernel<Element, kHeadDim, true> : Kernel<Element, kHeadDim, false>,

@@ -47,7 +47,7 @@ __device__ __forceinline__ void ProduceKeys(const Params& params, SharedMemory<E
   constexpr int kKeyTile = Config<kHeadDim>::kKeyTile;
   RingPosition<kQueryBuffers> queries;
   RingPosition<kStages> keys;
-  WalkPlan<Config<kHeadDim>::kKeyTile>(
+  WalkPlan<kKeyTile>(
       params,
       [&](const dualkv_tile& tile, int32_t pack) {
         ptx::Mbarrier* full = &memory.queries_full[queries.index];
@@ -108,7 +108,7 @@ __device__ __forceinline__ void ClearRows(const Params& params, int32_t warp, in
   const int32_t lane = threadIdx.x % 32;
   auto clear = [&](int32_t begin, int32_t end) {
 #pragma unroll 1
-    for (int32_t row = max(begin, 0) + warp; row < min(end, params.query_rows); row += warps) {
+    for (int64_t row = int64_t{max(begin, 0)} + warp; row < min(end, params.query_rows); row += warps) {
 #pragma unroll 1
       for (int32_t head = 0; head < params.num_heads; ++head) {
         if (lane < params.head_dim / 8) {

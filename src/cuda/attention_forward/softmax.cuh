@@ -22,8 +22,8 @@ __device__ __forceinline__ float QuadSum(float x) {
   return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
-// Scores become base-2 exponents: factor * score - shift, with a shift for each row that keeps them below 0.
-// A shift stays until an exponent reaches 0; then it moves so that the row's largest exponent is -kSlack.
+// Scores become base-2 exponents: factor * score - shift, with a shift for each row that keeps them at most
+// 0. A shift stays until an exponent reaches 0; then it moves so that the row's largest exponent is -kSlack.
 // Relative errors do not depend on the shift, and most steps neither look for a maximum nor rescale what has
 // been summed: that no exponent has reached 0 is seen by their signs. All decisions are a row's own, so its
 // bits do not depend on other rows.
@@ -116,8 +116,11 @@ struct Softmax {
       }
       const float top = QuadMax(fmaxf(tops[0], tops[1]));
       const bool fresh = shift[i] == -INFINITY;
-      const bool moves = fresh ? top > -INFINITY : top >= 0.0f;
-      const float move = moves ? top + kSlack : 0.0f;
+      const bool moves = fresh ? top > -INFINITY : __float_as_int(top) >= 0;  // by its sign, as the vote
+      // A shift so large that kSlack is lost in its rounding does not move: what counts is by how much it
+      // did.
+      const float base = fresh ? 0.0f : shift[i], target = base + (top + kSlack);
+      const float move = moves ? target - base : 0.0f;
 #pragma unroll
       for (int s = 2 * i; s < kScores; s += 4) {
         exponents[s] -= move;
@@ -125,7 +128,7 @@ struct Softmax {
       }
       rescale[i] = fresh ? 1.0f : ptx::Exp2(-move);  // the sums of a fresh row are 0
       total[i] *= rescale[i];
-      shift[i] = moves ? (fresh ? 0.0f : shift[i]) + move : shift[i];
+      shift[i] = moves ? target : shift[i];
       moved |= moves && !fresh;
       unsettled |= !(fabsf(shift[i]) <= kLargeShift);
     }

@@ -1,4 +1,4 @@
-// Barriers: mbarriers in shared memory, on which copies and threads arrive, and named barriers between warps.
+// Barriers: mbarriers in shared memory, on which copies and threads arrive, and named barriers of warps.
 #pragma once
 
 #include <cstdint>
@@ -48,13 +48,9 @@ __device__ __forceinline__ void MbarrierWait(Mbarrier* barrier, uint32_t parity)
       : "memory");
 }
 
-// Named barrier `id` (1 to 15) of `threads` threads, those that sync and those that arrive together.
+// Named barrier `id` (1 to 15) of `threads` threads.
 __device__ __forceinline__ void NamedBarrierSync(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void NamedBarrierArrive(uint32_t id, uint32_t threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace dualkv::cuda::ptx

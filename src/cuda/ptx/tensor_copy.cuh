@@ -9,10 +9,6 @@
 
 namespace dualkv::cuda::ptx {
 
-__device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Copies the box at coordinates (x, y, z) of a 3-dimensional tensor; its bytes arrive on `barrier`. What lies
 // outside the tensor arrives as zeros. One thread calls.
 __device__ __forceinline__ void TensorCopy3d(void* shared, const CUtensorMap* map, Mbarrier* barrier,
