@@ -26,8 +26,9 @@ def attend_forward(inputs, forest, **options) -> dict:
 
 
 def assert_same_bits(found: dict, expected: dict, message="") -> None:
-    for name, bits in expected.items():
-        assert torch.equal(found[name], bits), f"{name}; {message}"
+    for name, bits in expected.items():  # as bytes: +0 and -0 differ, a NaN equals itself
+        same = [x.contiguous().view(torch.uint8) for x in (found[name], bits)]
+        assert torch.equal(*same), f"{name}; {message}"
 
 
 def normal(rows, q_heads, kv_heads, dim, dtype, seed=0, scale=1.0):

@@ -162,3 +162,55 @@ def test_K6_a_response_has_the_same_bits_alone_and_first_or_last_of_eight(heads,
         rows = torch.cat([torch.arange(prompt), torch.arange(begin, begin + length)])
         picked = {"out": found["out"][rows], "lse": found["lse"][:, rows]}
         assert_same_bits(picked, expected, place)
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 133120.0), (torch.float16, 1500.0)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_equal_scores_weigh_the_same_in_every_tile_however_large(dtype, size, sign):
+    """Scaled scores of 1.4e11 and 2.5e7: the spacing of float32 there is more than any shift's slack."""
+    rows, dim = 300, 128
+    forest = dualkv.SegmentForest.from_groups([rows], [[]])
+    q = torch.full((rows, 1, dim), sign * size, device="cuda").to(dtype)
+    k = torch.full((rows, 1, dim), size, device="cuda").to(dtype)
+    v = torch.randn(rows, 1, dim, device="cuda").to(dtype)
+    with torch.no_grad():
+        out = dualkv.attention(q, k, v, forest)
+    counts = torch.arange(1, rows + 1, device="cuda").double()[:, None, None]
+    expected = v.double().cumsum(0) / counts
+    assert (out.double() - expected).abs().max() <= 2 * torch.finfo(dtype).eps * v.abs().max()
+
+
+def test_a_scale_of_zero_averages_over_products_of_any_size():
+    forest = dualkv.SegmentForest.from_groups([130], [[3]])
+    q, k, v = (torch.randn(133, 1, 64, device="cuda") for _ in range(3))
+    q, k, v = (x.to(torch.bfloat16) for x in (1e18 * q, 1e18 * k, v))
+    with torch.no_grad():
+        out = dualkv.attention(q, k, v, forest, scale=0.0)
+    assert (out[129, 0].double() - v[:130, 0].double().mean(0)).abs().max() <= torch.finfo(out.dtype).eps
+
+
+@pytest.mark.parametrize("softcap", [1e3, 1e5, 1e30])
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_large_softcap_changes_little(dtype, softcap):
+    forest = dualkv.SegmentForest.from_groups([200], [[70, 30]])
+    check(normal_case(0, forest, 4, 2, 128, dtype, softcap=softcap))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("size", [1.0, 30.0, 1000.0])
+@pytest.mark.parametrize("dtype", HALF)
+def test_bits_do_not_depend_on_rows_that_share_the_warp(dtype, size, dim):
+    """Neighbours that see other keys first, whose scores are huge, or that are NaN padding; scores that grow by
+    more than the slack from tile to tile."""
+    lengths = [300, 10, 40]
+    forest = dualkv.SegmentForest.from_groups([0], [lengths])
+    case = normal_case(1, forest, 4, 1, dim, dtype, scale=1.0)
+    q, k, v = case.inputs
+    q[300:], k[300:] = size * q[300:], size * k[300:]
+    padding = torch.full((7, *q.shape[1:]), float("nan"), device="cuda", dtype=dtype)
+    case.inputs = [torch.cat([x, padding[:, : x.shape[1]]]) for x in case.inputs]
+    together = case.outputs()
+    case.inputs = [x[:300] for x in case.inputs]
+    alone = case.outputs(dualkv.SegmentForest.from_groups([0], [[300]]))
+    picked = {"out": together["out"][:300], "lse": together["lse"][:, :300]}
+    assert_same_bits(picked, alone, case.message)
