@@ -126,6 +126,14 @@ def address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
+def savable(x: torch.Tensor) -> torch.Tensor:
+    """x, copied if it was made in inference mode: autograd cannot save such a tensor."""
+    if torch.compiler.is_compiling() or not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
+
+
 def int64_vector(values, name: str) -> torch.Tensor:
     """A list, tensor or array of integers as an int64 CPU tensor [n]."""
     if hasattr(values, "tolist"):

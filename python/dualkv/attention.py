@@ -28,6 +28,7 @@ from ._tensors import (
     require_same_shape,
     require_tensors,
     rows_of_heads,
+    savable,
 )
 from .device_plan import DevicePlan, plan_on_device
 from .forest import SegmentForest, plan, window_argument
@@ -131,7 +132,7 @@ def attend(
         query_row_begin,
     )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
-        return _Attention.apply(q, k, v, sinks, segments, options, deterministic)
+        return _Attention.apply(q, k, v, sinks, savable(segments), options, deterministic)
     return torch.ops.dualkv.attention_forward(q, k, v, sinks, segments, *options)
 
 
@@ -277,7 +278,8 @@ class _Call:
 
     def __init__(self, q, k, v, sinks, segments, out, lse, scale, window_left, softcap, query_row_begin):
         readable = aligned_heads if q.is_cuda else dense_last_dim
-        q, k, v, out = readable(q), readable(k), readable(v), readable(out)
+        q, k, v = readable(q), readable(k), readable(v)
+        out = dense_last_dim(out)
         sinks = None if sinks is None else sinks.contiguous()
         lse = lse.contiguous()
         if q.is_cuda:

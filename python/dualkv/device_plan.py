@@ -73,8 +73,7 @@ class DevicePlan:
         device = torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"device must be a CUDA device, got {device}")
-        if not isinstance(forest, SegmentForest):
-            raise TypeError(f"forest must be a dualkv.SegmentForest, got {type(forest).__name__}")
+        _require_forest(forest)
         self._window_left = window_argument(window_left)
         self._tiles = tile_sizes(_abi.CUDA, num_heads, num_kv_heads, head_dim)
         self.max_tokens = forest.total_tokens if max_tokens is None else max_tokens
@@ -91,9 +90,11 @@ class DevicePlan:
         The copy is ordered on the current stream, as a kernel would be, and not waited for.
 
         Raises:
+            TypeError: it is no SegmentForest.
             ValueError: the forest has more than max_tokens rows, or its image more than max_bytes.
             RuntimeError: a CUDA graph is being captured.
         """
+        _require_forest(forest)
         schedule = self._plan_of(forest)
         size = _image_bytes(schedule)
         if forest.total_tokens > self.max_tokens:
@@ -136,6 +137,11 @@ class DevicePlan:
             )
         self._memory.used_by(stream)
         return self._plan
+
+
+def _require_forest(forest) -> None:
+    if not isinstance(forest, SegmentForest):
+        raise TypeError(f"forest must be a dualkv.SegmentForest, got {type(forest).__name__}")
 
 
 def plan_on_device(

@@ -27,6 +27,7 @@ from ._tensors import (
     require_same_dtype,
     require_same_shape,
     require_tensors,
+    savable,
 )
 
 
@@ -73,7 +74,7 @@ def linear_logprob(
     _require_shapes(hidden, weight, bias, rows, targets)
     rows, targets = rows.to(torch.int64), targets.to(torch.int64)
     temperature, softcap = number(temperature, "temperature"), number(softcap, "softcap")
-    return _LinearLogprob.apply(hidden, weight, bias, rows, targets, temperature, softcap)
+    return _LinearLogprob.apply(hidden, weight, bias, savable(rows), savable(targets), temperature, softcap)
 
 
 def _require_shapes(hidden, weight, bias, rows, targets) -> None:

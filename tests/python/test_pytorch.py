@@ -319,3 +319,15 @@ def test_a_forked_child_gets_the_same_bits(threads):
         bits = pipe.read()
     assert os.waitpid(child, 0)[1] == 0
     assert bits == expected
+
+
+def test_a_batch_made_in_inference_mode_can_be_trained_with():
+    """Old log-probs are often computed in inference mode, and their batch is used again for the update."""
+    with torch.inference_mode():
+        batch = dualkv.pack([[1, 2, 3]], [[[4, 5], [6]]])
+    q, k, v = (torch.randn(batch.num_tokens, 2, 8, requires_grad=True) for _ in range(3))
+    dualkv.attention(q, k, v, batch.forest).sum().backward()
+    hidden, weight = torch.randn(batch.num_tokens, 4, requires_grad=True), torch.randn(9, 4)
+    logprob, _ = dualkv.linear_logprob(hidden, weight, batch.target_rows, batch.target_ids)
+    logprob.sum().backward()
+    assert all(x.grad is not None for x in (q, k, v, hidden))
