@@ -30,6 +30,9 @@ class PackedBatch:
         target_rows: int64 [M], row whose hidden state predicts a target. The prompt's last row appears once
             for each response.
         target_ids: int64 [M], the token that it predicts.
+        source_rows: int64 [S], the row of each of the S responses in the padded batch that `pack_padded` was
+            given: `per_row[batch.source_rows]` brings one value for each row (a reward, an advantage) into
+            the order of the batch. None from `pack`.
     """
 
     input_ids: torch.Tensor
@@ -37,6 +40,7 @@ class PackedBatch:
     forest: SegmentForest
     target_rows: torch.Tensor
     target_ids: torch.Tensor
+    source_rows: torch.Tensor | None
     _response_counts: list[int] = field(repr=False)  # [G]
     _target_counts: list[int] = field(repr=False)  # targets of each response
     # Shape of the response mask that pack_padded was given, and the flat place of each target in it, [M].
@@ -60,14 +64,18 @@ class PackedBatch:
 
     def to(self, device) -> PackedBatch:
         """The batch with its tensors on a device. The forest stays on the host, where plans are made."""
-        source_positions = self._source_positions
+
+        def moved(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.to(device)
+
         return replace(
             self,
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            target_rows=self.target_rows.to(device),
-            target_ids=self.target_ids.to(device),
-            _source_positions=None if source_positions is None else source_positions.to(device),
+            input_ids=moved(self.input_ids),
+            position_ids=moved(self.position_ids),
+            target_rows=moved(self.target_rows),
+            target_ids=moved(self.target_ids),
+            source_rows=moved(self.source_rows),
+            _source_positions=moved(self._source_positions),
         )
 
     def unpack(self, values: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -256,8 +264,9 @@ def _packed_batch(batch: Handle, padded_shape: tuple[int, int] | None = None) ->
     """Copies a batch of the C library into tensors."""
     view = _abi.dualkv_batch_view()
     library.dualkv_batch_get_view(batch, ctypes.byref(view))
-    source_positions = None
+    source_rows = source_positions = None
     if padded_shape is not None:
+        source_rows = copy_int64(view.source_rows, view.num_responses)
         source_positions = copy_int64(view.source_positions, view.num_targets)
     return PackedBatch(
         input_ids=copy_int64(view.input_ids, view.num_tokens),
@@ -265,6 +274,7 @@ def _packed_batch(batch: Handle, padded_shape: tuple[int, int] | None = None) ->
         forest=SegmentForest(segments_of(view.forest)),
         target_rows=copy_int64(view.target_rows, view.num_targets),
         target_ids=copy_int64(view.target_ids, view.num_targets),
+        source_rows=source_rows,
         _response_counts=copy_int64(view.response_counts, view.num_groups).tolist(),
         _target_counts=copy_int64(view.target_begin, view.num_responses + 1).diff().tolist(),
         _padded_shape=padded_shape,

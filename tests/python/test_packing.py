@@ -144,6 +144,7 @@ def test_padded_rows_become_groups_and_return_in_order(group_ids, whole_mask, ma
     assert batch.target_rows.tolist() == [2, 3, 2, 7]
     assert batch.target_ids.tolist() == [11, 12, 21, 31]
     assert batch.forest == dualkv.SegmentForest.from_groups([3, 2], [[2, 1], [1, 0]])
+    assert batch.source_rows.tolist() == [0, 2, 1, 3]
     values = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
     padded = batch.unpack_padded(values, fill=-9.0)
     expected = torch.tensor([[1.0, 2, -9], [4, -9, -9], [3, -9, -9], [-9, -9, -9]])
@@ -164,6 +165,11 @@ def test_unscored_response_tokens_are_seen_but_no_targets():
     assert batch.input_ids.tolist() == [5, 6, 11, 90, 91, 12]
     assert list(zip(batch.target_rows.tolist(), batch.target_ids.tolist())) == [(1, 11), (4, 12)]
     assert batch.unpack_padded(torch.tensor([1.0, 2.0])).tolist() == [[1, 0, 0, 2]]
+
+
+def test_listed_batches_have_no_source_rows():
+    batch = dualkv.pack([[1]], [[[2]]])
+    assert batch.source_rows is None and batch.to("cpu").source_rows is None
 
 
 def test_padded_and_listed_batches_agree():
