@@ -10,7 +10,12 @@ import pytest
 import torch
 
 import dualkv
-from dualkv.integrations.transformers import packed_forward, packed_logprobs, use_packed_attention
+from dualkv.integrations.transformers import (
+    allow_packed_passes,
+    packed_forward,
+    packed_logprobs,
+    use_packed_attention,
+)
 from transformers_models import (
     VOCAB,
     assert_gradients_agree,
@@ -91,6 +96,50 @@ def test_gradient_checkpointing(name, use_reentrant):
         packed_logprobs(packed, dualkv.pack(*make_groups(seed=1, sizes=((2, (1, 1)), (8, (2,))))))
     loss.backward()
     assert_gradients_agree(gradients(packed), gradients(model))
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@pytest.mark.parametrize("name", ["qwen3-window", "gpt-oss"])
+def test_packed_passes_beside_ordinary_calls(name, use_reentrant):
+    """Checkpointed layers are recomputed as they were computed, whatever ran in between."""
+    model = make_model(name)
+    both = allow_packed_passes(allow_packed_passes(copy.deepcopy(model))).train()
+    if use_reentrant is not None:
+        both.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    prompts, responses = make_groups()
+    ids = torch.tensor([prompts[0] + responses[0][0]])
+    ordinary = model(ids, use_cache=False).logits
+    objective(*eager_logprobs(model, prompts, responses)).backward()
+
+    loss = objective(*packed_logprobs(both, dualkv.pack(prompts, responses)))
+    assert both.config._attn_implementation == "eager"
+    assert torch.equal(both(ids, use_cache=False).logits, ordinary)
+    loss.backward()
+    assert both.config._attn_implementation == "eager"
+    assert torch.equal(both(ids, use_cache=False).logits, ordinary)
+    assert_gradients_agree(gradients(both), gradients(model))
+
+
+def test_an_error_in_a_packed_pass_leaves_the_model_as_it_was():
+    model = allow_packed_passes(make_model("llama", attention_dropout=0.5)).train()
+    with pytest.raises(ValueError, match="asks for attention dropout 0.5"):
+        packed_logprobs(model, dualkv.pack(*make_groups()))
+    assert model.config._attn_implementation == "eager"
+
+
+def test_head_in_another_type():
+    model = use_packed_attention(make_model("qwen3"))
+    batch = dualkv.pack(*make_groups())
+    expected, _ = packed_logprobs(model, batch)
+    assert packed_logprobs(model, batch, head_dtype=torch.float64)[0].dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = packed_forward(model, batch)
+        logprobs, _ = packed_logprobs(model, batch, head_dtype=torch.float32)
+    head = model.lm_head.weight
+    logits = (hidden.float() @ head.t())[batch.target_rows]
+    exact = logits.log_softmax(1).gather(1, batch.target_ids[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, exact, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(logprobs, expected)
 
 
 def test_two_threads_with_different_batches():

@@ -17,6 +17,7 @@ losses of routers are means over a batch's rows, among which a shared prompt cou
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -66,6 +67,16 @@ class PackedPass:
     def __init__(self, forest):
         self.forest = forest
         self._calls = Counter()  # attention module -> number of calls
+        self._replaced = []  # attention implementations to return to
+
+    def enter(self, config) -> None:
+        """Switches a model's configuration to packed attention, until `leave`."""
+        self._replaced.append(config._attn_implementation)
+        config._attn_implementation = ATTENTION_NAME
+
+    def leave(self, config) -> None:
+        """Switches it back to what it was at the last `enter`."""
+        config._attn_implementation = self._replaced.pop()
 
     def record(self, module: nn.Module) -> None:
         """Notes that `module` computed its attention from this pass."""
@@ -107,11 +118,31 @@ def use_packed_attention(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def allow_packed_passes(model: PreTrainedModel) -> PreTrainedModel:
+    """Lets `model` run packed batches beside its ordinary calls, in place, and returns it.
+
+    The model keeps its attention implementation, and `generate` and every other call use it. Packed attention
+    is for `packed_forward` and `packed_logprobs` alone, and for what gradient checkpointing recomputes of them
+    later. During a packed pass the model's configuration says `"dualkv"`: one thread at a time may run it.
+
+    Raises:
+        ValueError: as `use_packed_attention`.
+    """
+    _check_supported(model)
+    for layer in _decoder(model).layers:
+        attention = layer.self_attn
+        if _enter_packed_pass not in attention._forward_pre_hooks.values():
+            attention.register_forward_pre_hook(_enter_packed_pass, with_kwargs=True)
+            attention.register_forward_hook(_leave_packed_pass, with_kwargs=True, always_call=True)
+    return model
+
+
 def packed_forward(model: PreTrainedModel, batch) -> torch.Tensor:
     """Last hidden states of a packed batch.
 
     Args:
-        model: a model after `use_packed_attention`, with or without its language-model head.
+        model: a model after `use_packed_attention` or `allow_packed_passes`, with or without its
+            language-model head.
         batch: result of `dualkv.pack` or `dualkv.pack_padded` with T rows.
 
     Returns:
@@ -122,8 +153,9 @@ def packed_forward(model: PreTrainedModel, batch) -> torch.Tensor:
             empty.
         RuntimeError: a decoder layer computed its attention by another way.
     """
+    decoder = _decoder(model)
     implementation = model.config._attn_implementation
-    if implementation != ATTENTION_NAME:
+    if implementation != ATTENTION_NAME and not _allows_packed_passes(decoder):
         raise ValueError(
             f"{type(model).__name__} uses the attention implementation {implementation!r}, not "
             f"{ATTENTION_NAME!r}: call use_packed_attention(model) first"
@@ -131,27 +163,31 @@ def packed_forward(model: PreTrainedModel, batch) -> torch.Tensor:
     _check_supported(model)
     if batch.forest.total_tokens == 0:
         raise ValueError("the packed batch has no tokens: a model needs at least one")
-    decoder = _decoder(model)
     device = decoder.get_input_embeddings().weight.device
     packed_pass = PackedPass(batch.forest)
-    output = decoder(
-        input_ids=batch.input_ids.to(device)[None],
-        position_ids=batch.position_ids.to(device)[None],
-        use_cache=False,
-        return_dict=True,
-        dualkv_pass=packed_pass,
-    )
+    with _packed_attention_of(decoder, packed_pass):
+        output = decoder(
+            input_ids=batch.input_ids.to(device)[None],
+            position_ids=batch.position_ids.to(device)[None],
+            use_cache=False,
+            return_dict=True,
+            dualkv_pass=packed_pass,
+        )
     packed_pass.check_every_layer(model)
     return output.last_hidden_state[0]
 
 
-def packed_logprobs(model: PreTrainedModel, batch, temperature: float = 1.0):
+def packed_logprobs(
+    model: PreTrainedModel, batch, temperature: float = 1.0, head_dtype: torch.dtype | None = None
+):
     """Log-probabilities of a packed batch's targets, and the entropies of their distributions.
 
     Args:
-        model: a causal language model after `use_packed_attention`.
+        model: a causal language model after `use_packed_attention` or `allow_packed_passes`.
         batch: result of `dualkv.pack` or `dualkv.pack_padded` with M targets.
         temperature: divides the logits, > 0.
+        head_dtype: floating-point type that the head computes in, under `torch.autocast` too; None: as
+            the model has it.
 
     Returns:
         log-probabilities [M] and entropies [M], fp32 (fp64 for fp64 models), both differentiable, in the
@@ -166,16 +202,53 @@ def packed_logprobs(model: PreTrainedModel, batch, temperature: float = 1.0):
         raise ValueError(
             f"the head of {type(model).__name__} is {type(head).__name__}, but must be torch.nn.Linear"
         )
-    hidden = packed_forward(model, batch)
-    return dualkv.linear_logprob(
-        hidden,
-        head.weight,
-        batch.target_rows.to(hidden.device),
-        batch.target_ids.to(hidden.device),
-        temperature=temperature,
-        softcap=getattr(model.config, "final_logit_softcapping", None) or 0.0,
-        bias=head.bias,
-    )
+    hidden, weight, bias = packed_forward(model, batch), head.weight, head.bias
+    precision = nullcontext()
+    if head_dtype is not None:
+        hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
+        bias = None if bias is None else bias.to(head_dtype)
+        precision = torch.autocast(hidden.device.type, enabled=False)
+    with precision:
+        return dualkv.linear_logprob(
+            hidden,
+            weight,
+            batch.target_rows.to(hidden.device),
+            batch.target_ids.to(hidden.device),
+            temperature=temperature,
+            softcap=getattr(model.config, "final_logit_softcapping", None) or 0.0,
+            bias=bias,
+        )
+
+
+@contextmanager
+def _packed_attention_of(decoder: PreTrainedModel, packed_pass: PackedPass):
+    """Packed attention for a whole forward: the decoder then builds no masks."""
+    packed_pass.enter(decoder.config)
+    try:
+        yield
+    finally:
+        packed_pass.leave(decoder.config)
+
+
+# The same for one attention layer, by hooks: gradient checkpointing calls layers again during the backward, when
+# the forward's context is gone. The pass is among the arguments then as before.
+
+
+def _enter_packed_pass(attention: nn.Module, args: tuple, kwargs: dict) -> None:
+    packed_pass = kwargs.get("dualkv_pass")
+    if packed_pass is not None:
+        packed_pass.enter(attention.config)
+
+
+def _leave_packed_pass(attention: nn.Module, args: tuple, kwargs: dict, output) -> None:
+    packed_pass = kwargs.get("dualkv_pass")
+    if packed_pass is not None:
+        packed_pass.leave(attention.config)
+
+
+def _allows_packed_passes(decoder: PreTrainedModel) -> bool:
+    hooks = decoder.layers[0].self_attn._forward_pre_hooks
+    return _enter_packed_pass in hooks.values()
 
 
 def _decoder(model: PreTrainedModel) -> PreTrainedModel:
