@@ -40,7 +40,7 @@ set_target_properties(dualkv PROPERTIES
 target_link_libraries(dualkv PRIVATE CUDA::cudart_static)
 # As on the CPU, products and sums are fused where the code says so and nowhere else: a row's bits must not depend on
 # the path that its warp takes.
-target_compile_options(dualkv PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--fmad=false>")
+target_compile_options(dualkv PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--fmad=false;-Xcompiler=-Wall,-Wextra>")
 # A kernel that spills registers is a fault. tools/check_kernels.py, a test, finds matrix products that are serialised.
 target_compile_options(dualkv PRIVATE "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${DUALKV_WERROR}>>:\
--Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>")
+-Xcompiler=-Werror;-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error>")
