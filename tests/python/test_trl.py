@@ -169,6 +169,20 @@ def test_evaluation(qwen3, tmp_path):
     assert packed["eval_dualkv/token_ratio"] > 1.5
 
 
+def test_completions_that_are_masked_altogether(qwen3, tmp_path):
+    """Log-probs, entropies and gradients are 0, as in TRL."""
+    trainer = make_trainer(PackedTrainer, qwen3, tmp_path)
+    ids = torch.full((4, 9), 5)
+    mask = torch.ones_like(ids)
+    mask[:, 5:] = 0
+    logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, ids, mask, 4, compute_entropy=True
+    )
+    (logprobs + entropies).sum().backward()
+    assert torch.equal(logprobs, torch.zeros(4, 4)) and torch.equal(entropies, torch.zeros(4, 4))
+    assert all(parameter.grad.abs().max() == 0 for parameter in trainer.model.parameters())
+
+
 def test_the_model_keeps_its_own_attention(qwen3, tmp_path):
     trainer = make_trainer(PackedTrainer, qwen3, tmp_path, max_steps=2)
     assert trainer.model.config._attn_implementation == "sdpa"
@@ -276,9 +290,7 @@ def test_nothing_to_share_is_packed_with_one_warning(qwen3, train_both, in_order
 
 def test_a_method_with_other_parameters_is_an_error_at_construction(monkeypatch):
     monkeypatch.setattr(trl.GRPOTrainer, "_prepare_inputs", lambda self, inputs: inputs)
-    message = (
-        r"supports TRL 1\.16, and TRL .*\._prepare_inputs takes \(self, inputs\), not \(self, gen"
-    )
+    message = r"supports TRL 1\.16, and TRL .*\._prepare_inputs takes \(self, inputs\), not \(self, gen"
     with pytest.raises(RuntimeError, match=message):
         GRPOTrainer("no model is loaded")
 
