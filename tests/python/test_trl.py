@@ -276,6 +276,28 @@ def test_multimodal_inputs_run_as_in_trl(qwen3, tmp_path):
     assert torch.equal(results[1][1], compute(stock)[1])
 
 
+def test_training_on_multimodal_inputs_is_as_in_trl(qwen3, train_both):
+    """Qwen3 has no use for `token_type_ids`, and no objection either."""
+
+    class WithTypes:
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+            return {**batch, "token_type_ids": torch.zeros_like(ids)}
+
+    class Packed(WithTypes, PackedTrainer):
+        pass
+
+    class Stock(WithTypes, StockTrainer):
+        pass
+
+    trainers = []
+    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
+    (message,) = warnings_of(lambda: trainers.extend(train_both(qwen3, Packed, Stock, **options)))
+    assert "a batch has token_type_ids" in message
+    assert_same_training(*trainers, tolerance=0.0)
+
+
 def test_nothing_to_share_is_packed_with_one_warning(qwen3, train_both, in_order):
     trainers = []
     options = {"per_device_train_batch_size": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 4}

@@ -86,7 +86,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         """TRL's inputs of the next micro-batch, from a buffer in which groups stand together."""
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self._buffered_inputs is buffered or self._stock_reason is not None:
+        generated = self._buffered_inputs is not buffered
+        # Images are not one for each row; and such batches are not packed.
+        multimodal = any(name in inputs for name in _MULTIMODAL_INPUTS)
+        if not generated or multimodal or self._stock_reason is not None:
             return inputs
         self._buffered_inputs = regroup(self._buffered_inputs)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
