@@ -264,6 +264,36 @@ void CheckBatch(dualkv_batch* made) {
   }
 }
 
+// The schedule of groups of these lengths.
+void CallSchedule(Input& input, const dualkv_pack_params& groups, int64_t num_responses) {
+  auto params = input.Params<dualkv_step_schedule_params>();
+  params.num_groups = groups.num_groups;
+  params.prompt_lengths = groups.prompt_lengths;
+  params.response_counts = groups.response_counts;
+  params.response_lengths = groups.response_lengths;
+  params.num_ranks = input.Rarely() ? input.Any() : input.Range(1, 6);
+  params.max_tokens = input.Rarely() ? input.Any() : input.Range(8, 40);
+  params.token_cost = input.Number(1);
+  params.target_cost = input.Number(0.5);
+  params.pair_cost = input.Number(0.25);
+  params.equal_samples = input.Enum(1);
+  dualkv_step_schedule* made = nullptr;
+  if (!Succeeded(dualkv_step_schedule_create(&params, input.Rarely() ? nullptr : &made))) {
+    return;
+  }
+  const std::unique_ptr<dualkv_step_schedule, decltype(&dualkv_step_schedule_destroy)> schedule(
+      made, &dualkv_step_schedule_destroy);
+  dualkv_step_schedule_view view{.size = sizeof(view), .version = DUALKV_ABI_VERSION};
+  Check(dualkv_step_schedule_get_view(made, &view) == DUALKV_OK, "a schedule can be looked at");
+  Check(view.num_responses == num_responses && view.response_begin[view.num_parts] == num_responses,
+        "all responses are scheduled");
+  const int64_t entries = view.num_ranks * view.num_micro_batches;
+  Check(view.part_begin[entries] == view.num_parts, "all parts are in a micro-batch");
+  for (int64_t entry = 0; entry < entries; ++entry) {
+    Check(view.tokens[entry] <= params.max_tokens, "a micro-batch fits");
+  }
+}
+
 void CallPack(Input& input) {
   auto params = input.Params<dualkv_pack_params>();
   params.num_groups = input.Size(4);
@@ -281,6 +311,7 @@ void CallPack(Input& input) {
   if (Succeeded(dualkv_pack(&params, input.Rarely() ? nullptr : &batch))) {
     CheckBatch(batch);
   }
+  CallSchedule(input, params, static_cast<int64_t>(responses.size()));
 }
 
 void CallPackPadded(Input& input) {

@@ -4,6 +4,7 @@
  * prefix, a root has none. A row sees its own segment up to itself and all of every ancestor, nothing else.
  * The usual life of a batch:
  *
+ *   dualkv_step_schedule_create           lengths -> which rank takes which responses, in which micro-batches
  *   dualkv_pack | dualkv_pack_padded      token ids -> packed batch with its forest, positions and targets
  *   dualkv_plan_create                    forest -> tile schedules, once for all layers of a model
  *   dualkv_attention_forward / _backward  in each layer
@@ -336,6 +337,61 @@ DUALKV_API void dualkv_batch_destroy(dualkv_batch* batch);
 
 /* The pointers in the view are owned by the batch. */
 DUALKV_API dualkv_status dualkv_batch_get_view(const dualkv_batch* batch, dualkv_batch_view* view);
+
+/* ----------------------------------------------------------------------------------------- step schedule */
+
+/* What each rank does in a training step: its micro-batches, each a packed batch of parts of groups. */
+typedef struct dualkv_step_schedule dualkv_step_schedule;
+
+/* The cost of a micro-batch is token_cost for each of its rows, target_cost for each response token, and
+ * pair_cost for each visible pair (dualkv_forest_visible_pairs), in any unit. */
+typedef struct dualkv_step_schedule_params {
+  uint32_t size;
+  uint32_t version;
+  int64_t num_groups;
+  const int64_t* prompt_lengths;   /* [num_groups], as in dualkv_pack_params */
+  const int64_t* response_counts;  /* [num_groups] */
+  const int64_t* response_lengths; /* [sum of response_counts] */
+  int64_t num_ranks;               /* 1 to 65536 */
+  int64_t max_tokens;              /* rows of a micro-batch, >= 1; never exceeded */
+  double token_cost;               /* costs are finite and >= 0 */
+  double target_cost;
+  double pair_cost;
+  int32_t equal_samples; /* 1: the ranks' numbers of responses differ by at most one. 0: as costs have it */
+  int32_t reserved;
+} dualkv_step_schedule_params;
+
+/* Micro-batch k of rank r is entry r * num_micro_batches + k: its parts are part_begin[entry] to
+ * part_begin[entry + 1], and the responses of part p are response_begin[p] to response_begin[p + 1]. Each
+ * rank's micro-batches are in the order of their costs, highest first, and those without responses last; the
+ * parts of a micro-batch are of different groups, in the order of the groups. */
+typedef struct dualkv_step_schedule_view {
+  uint32_t size;
+  uint32_t version;
+  int64_t num_ranks;
+  int64_t num_micro_batches; /* of each rank */
+  int64_t num_parts;
+  int64_t num_responses;
+  const int64_t* part_begin;     /* [num_ranks * num_micro_batches + 1] */
+  const int64_t* groups;         /* [num_parts] */
+  const int64_t* response_begin; /* [num_parts + 1] */
+  const int64_t* responses;      /* [num_responses] index of a response in its group */
+  const int64_t* tokens;         /* [num_ranks * num_micro_batches] rows of each micro-batch */
+  const double* costs;           /* [num_ranks * num_micro_batches] */
+} dualkv_step_schedule_view;
+
+/* Spreads the responses of groups over ranks and micro-batches, each exactly once. Groups stay whole, except
+ * where max_tokens forces a cut, or where the slowest rank gains more by it than the repeated prompt costs
+ * it. Every rank has the same number of micro-batches; one for which no response is left holds a single part,
+ * the shortest prompt, without responses. Without responses there are no micro-batches. A response that does
+ * not fit into max_tokens with its prompt is refused. The same input gives the same schedule. */
+DUALKV_API dualkv_status dualkv_step_schedule_create(const dualkv_step_schedule_params* params,
+                                                     dualkv_step_schedule** schedule);
+DUALKV_API void dualkv_step_schedule_destroy(dualkv_step_schedule* schedule);
+
+/* The pointers in the view are owned by the schedule. */
+DUALKV_API dualkv_status dualkv_step_schedule_get_view(const dualkv_step_schedule* schedule,
+                                                       dualkv_step_schedule_view* view);
 
 /* -------------------------------------------------------------------------------------- linear log-prob */
 

@@ -185,6 +185,27 @@ class Plan {
   std::unique_ptr<dualkv_plan, void (*)(dualkv_plan*)> plan_;
 };
 
+// What each rank does in a training step: its micro-batches of parts of groups.
+class StepSchedule {
+ public:
+  explicit StepSchedule(const dualkv_step_schedule_params& params)
+      : schedule_(nullptr, dualkv_step_schedule_destroy) {
+    dualkv_step_schedule* schedule = nullptr;
+    Check(dualkv_step_schedule_create(&params, &schedule));
+    schedule_.reset(schedule);
+  }
+
+  // The pointers in the view are owned by the schedule.
+  dualkv_step_schedule_view View() const {
+    auto view = Params<dualkv_step_schedule_view>();
+    Check(dualkv_step_schedule_get_view(schedule_.get(), &view));
+    return view;
+  }
+
+ private:
+  std::unique_ptr<dualkv_step_schedule, void (*)(dualkv_step_schedule*)> schedule_;
+};
+
 // A packed batch.
 class Batch {
  public:

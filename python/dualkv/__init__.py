@@ -18,14 +18,20 @@ from .attention import attention
 from .device_plan import DevicePlan
 from .forest import SegmentForest
 from .logprob import linear_logprob
+from .memory import MemoryModel
 from .packing import PackedBatch, pack, pack_padded
+from .scheduling import CostModel, MicroBatch, Schedule, schedule
 from .varlen import flash_attn_dualkv_varlen_func
 
 __version__ = _c.dualkv_version().decode()
 
 __all__ = [
+    "CostModel",
     "DevicePlan",
+    "MemoryModel",
+    "MicroBatch",
     "PackedBatch",
+    "Schedule",
     "SegmentForest",
     "attention",
     "flash_attn_dualkv_varlen_func",
@@ -33,4 +39,5 @@ __all__ = [
     "losses",
     "pack",
     "pack_padded",
+    "schedule",
 ]

@@ -206,6 +206,37 @@ class dualkv_batch_view(VersionedStructure):
     ]
 
 
+class dualkv_step_schedule_params(VersionedStructure):
+    _fields_ = [
+        ("num_groups", c_int64),
+        ("prompt_lengths", c_void_p),
+        ("response_counts", c_void_p),
+        ("response_lengths", c_void_p),
+        ("num_ranks", c_int64),
+        ("max_tokens", c_int64),
+        ("token_cost", c_double),
+        ("target_cost", c_double),
+        ("pair_cost", c_double),
+        ("equal_samples", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class dualkv_step_schedule_view(VersionedStructure):
+    _fields_ = [
+        ("num_ranks", c_int64),
+        ("num_micro_batches", c_int64),
+        ("num_parts", c_int64),
+        ("num_responses", c_int64),
+        ("part_begin", c_void_p),
+        ("groups", c_void_p),
+        ("response_begin", c_void_p),
+        ("responses", c_void_p),
+        ("tokens", c_void_p),
+        ("costs", c_void_p),
+    ]
+
+
 class dualkv_linear_logprob_params(VersionedStructure):
     _fields_ = [
         ("device", c_int32),
@@ -276,6 +307,9 @@ FUNCTIONS = {
     "dualkv_pack_padded": (Status, [POINTER(dualkv_pack_padded_params), _HANDLE_OUT]),
     "dualkv_batch_destroy": (None, [c_void_p]),
     "dualkv_batch_get_view": (Status, [c_void_p, POINTER(dualkv_batch_view)]),
+    "dualkv_step_schedule_create": (Status, [POINTER(dualkv_step_schedule_params), _HANDLE_OUT]),
+    "dualkv_step_schedule_destroy": (None, [c_void_p]),
+    "dualkv_step_schedule_get_view": (Status, [c_void_p, POINTER(dualkv_step_schedule_view)]),
     "dualkv_linear_logprob_forward": (Status, [POINTER(dualkv_linear_logprob_params)]),
     "dualkv_linear_logprob_backward": (Status, [POINTER(dualkv_linear_logprob_backward_params)]),
 }

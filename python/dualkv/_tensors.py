@@ -46,6 +46,17 @@ def number(x, name: str) -> float:
     return float(x)
 
 
+def integer(x, name: str) -> int:
+    """x as an integer that the C library can take."""
+    try:
+        value = operator.index(x)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(x).__name__}") from None
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be an integer of 64 bits, got {value}")
+    return value
+
+
 def require_tensors(**tensors) -> None:
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
@@ -149,6 +160,20 @@ def int64_vector(values, name: str) -> torch.Tensor:
         return torch.tensor([operator.index(value) for value in values], dtype=torch.int64, device="cpu")
     except TypeError as error:
         raise TypeError(f"{name} must be a list of integers: {error}") from error
+
+
+def group_lengths(prompt_lengths, response_lengths) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lengths of groups as the C library takes them: of prompts [G], numbers of responses [G], and lengths of
+    all responses, group by group."""
+    prompts = int64_vector(prompt_lengths, "prompt_lengths")
+    responses = [int64_vector(group, f"response_lengths[{g}]") for g, group in enumerate(response_lengths)]
+    if len(prompts) != len(responses):
+        raise ValueError(
+            "prompt_lengths and response_lengths must have as many groups, "
+            f"got {len(prompts)} and {len(responses)}"
+        )
+    counts = int64_vector([len(group) for group in responses], "response_counts")
+    return prompts, counts, torch.cat(responses) if responses else counts
 
 
 def copy_int64(source: int | bytes | None, count: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from . import _abi
 from ._library import Handle, library
-from ._tensors import copy_int64, int64_vector
+from ._tensors import copy_int64, group_lengths, int64_vector
 
 
 class SegmentForest:
@@ -47,17 +47,7 @@ class SegmentForest:
             ValueError: a length is negative, or the number of groups differs.
             TypeError: a length is not an integer.
         """
-        prompts = int64_vector(prompt_lengths, "prompt_lengths")
-        responses = [
-            int64_vector(group, f"response_lengths[{g}]") for g, group in enumerate(response_lengths)
-        ]
-        if len(prompts) != len(responses):
-            raise ValueError(
-                "prompt_lengths and response_lengths must have as many groups, "
-                f"got {len(prompts)} and {len(responses)}"
-            )
-        counts = int64_vector([len(group) for group in responses], "response_counts")
-        flat = torch.cat(responses) if responses else counts
+        prompts, counts, flat = group_lengths(prompt_lengths, response_lengths)
         forest = Handle(
             library.dualkv_forest_create_from_groups,
             library.dualkv_forest_destroy,

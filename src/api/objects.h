@@ -6,6 +6,7 @@
 #include "core/forest.h"
 #include "core/pack.h"
 #include "core/plan.h"
+#include "core/schedule.h"
 
 struct dualkv_forest {
   dualkv::core::Forest forest;
@@ -20,4 +21,8 @@ struct dualkv_batch {
 
   dualkv::core::Batch batch;
   dualkv_forest forest;  // a copy of the batch's, for dualkv_batch_view
+};
+
+struct dualkv_step_schedule {
+  dualkv::core::StepSchedule schedule;
 };

@@ -6,29 +6,11 @@
 #include <unordered_map>
 #include <utility>
 
+#include "core/arguments.h"
 #include "core/error.h"
 
 namespace dualkv::core {
 namespace {
-
-// The `count` values of an argument; NULL is accepted for none.
-template <class T>
-std::span<const T> Values(const T* values, int64_t count, const char* name) {
-  Require(values != nullptr || count == 0, name, " must not be NULL for ", count, " values");
-  return {values, static_cast<size_t>(count)};
-}
-
-// Adds counts or lengths to `total`, which must not exceed kMaxRows `units`. Returns their own sum.
-int64_t AddUp(std::span<const int64_t> values, const char* name, const char* units, int64_t& total) {
-  const int64_t before = total;
-  for (size_t i = 0; i < values.size(); ++i) {
-    Require(values[i] >= 0, name, "[", i, "] must be >= 0, got ", values[i]);
-    Require(values[i] <= kMaxRows - total, "at most ", kMaxRows, " ", units, " are supported, got ", total,
-            " + ", values[i], " at ", name, "[", i, "]");
-    total += values[i];
-  }
-  return total - before;
-}
 
 // Requires token ids from tokens[begin] on, those of the list at `place`, to be ids.
 template <class... Place>

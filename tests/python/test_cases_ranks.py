@@ -15,6 +15,7 @@ from tiny_policy import TinyPolicy, assert_close, random_groups
 # Nine groups; the last has four responses, for a split.
 SIZES = [(2 + g, (3, 1 + g)) for g in range(8)] + [(9, (4, 1, 6, 3))]
 WATCHDOG_SECONDS = 60
+ALL = slice(None)
 
 
 def micro_batch(policy, prompts, responses, weights):
@@ -53,14 +54,33 @@ def test_J7_nine_groups_over_four_ranks(sizes):
 
 
 # What each of two ranks does in three steps: groups of SIZES, and which of their responses.
-STEPS = (
-    (([0, 1], slice(None)), ([2, 3], slice(None))),
+BY_HAND = (
+    (([0, 1], ALL), ([2, 3], ALL)),
     (([8], slice(0, 3)), ([8], slice(3, 4))),  # a split group: each part carries the prompt
-    (([4, 5, 6, 7], slice(None)), ([], slice(None))),  # nothing is left for the second rank
+    (([4, 5, 6, 7], ALL), ([], ALL)),  # nothing is left for the second rank
 )
 
 
-def run_rank(rank: int, store_path: str, connection) -> None:
+def by_hand(rank: int, prompts, responses):
+    for step in BY_HAND:
+        groups, part = step[rank]
+        yield [prompts[g] for g in groups], [responses[g][part] for g in groups]
+
+
+def scheduled(rank: int, prompts, responses, **options):
+    """The prompts and responses of a rank's micro-batches."""
+    schedule = dualkv.schedule(
+        *lengths_of(prompts, responses), **{"num_ranks": 2, "max_tokens": 20, **options}
+    )
+    for part in schedule.ranks[rank]:
+        yield part.take_groups(prompts), part.take_responses(responses)
+
+
+def lengths_of(prompts, responses):
+    return [len(prompt) for prompt in prompts], [[len(x) for x in group] for group in responses]
+
+
+def run_rank(rank: int, store_path: str, connection, steps) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
@@ -72,10 +92,8 @@ def run_rank(rank: int, store_path: str, connection) -> None:
     policy = TinyPolicy(torch.float32)
     prompts, responses = random_groups(SIZES)
     sums, counts = [torch.zeros_like(x) for x in policy.weights], torch.zeros(2)
-    for step in STEPS:
-        groups, part = step[rank]
-        own = [responses[g][part] for g in groups]
-        loss, tokens, gradients = micro_batch(policy, [prompts[g] for g in groups], own, token_weights(own))
+    for own_prompts, own in steps(rank, prompts, responses):
+        loss, tokens, gradients = micro_batch(policy, own_prompts, own, token_weights(own))
         counts += torch.tensor([loss, tokens])
         for total, gradient in zip(sums, gradients):
             torch.distributed.all_reduce(gradient)
@@ -86,7 +104,8 @@ def run_rank(rank: int, store_path: str, connection) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_J4_J7_split_groups_and_filler_steps_have_the_gradient_of_one_pack(tmp_path):
+@pytest.mark.parametrize("steps", [by_hand, scheduled])
+def test_J4_J7_split_groups_and_filler_steps_have_the_gradient_of_one_pack(tmp_path, steps):
     policy = TinyPolicy(torch.float32)
     prompts, responses = random_groups(SIZES)
     loss, tokens, gradients = micro_batch(policy, prompts, responses, token_weights(responses))
@@ -95,7 +114,7 @@ def test_J4_J7_split_groups_and_filler_steps_have_the_gradient_of_one_pack(tmp_p
     try:
         for rank in range(2):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), sender))
+            process = context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), sender, steps))
             process.start()
             sender.close()  # a rank that fails ends the wait for it
             receivers.append(receiver)
@@ -110,6 +129,39 @@ def test_J4_J7_split_groups_and_filler_steps_have_the_gradient_of_one_pack(tmp_p
         for process in processes:
             process.kill()
             process.join()
+
+
+@pytest.mark.parametrize("equal_samples", [False, True])
+@pytest.mark.parametrize("num_ranks, max_tokens", [(1, 1000), (3, 1000), (4, 20), (25, 17)])
+def test_J4_J7_K3_no_schedule_changes_the_loss_of_a_step(num_ranks, max_tokens, equal_samples):
+    """The token mean, of the sums over all micro-batches: also where groups are cut, and with more ranks than
+    responses."""
+    policy = TinyPolicy(torch.float32)
+    prompts, responses = random_groups(SIZES)
+    whole = micro_batch(policy, prompts, responses, token_weights(responses))
+    options = dict(num_ranks=num_ranks, max_tokens=max_tokens, equal_samples=equal_samples)
+    loss, tokens, sums, steps = torch.zeros(()), 0, [torch.zeros_like(x) for x in policy.weights], set()
+    for rank in range(num_ranks):
+        own_steps = list(scheduled(rank, prompts, responses, **options))
+        steps.add(len(own_steps))
+        for own_prompts, own in own_steps:
+            part = micro_batch(policy, own_prompts, own, token_weights(own))
+            if not any(own):
+                assert part[0].item() == 0.0 and part[1] == 0
+                assert not any(gradient.any() for gradient in part[2])
+            loss, tokens, sums = loss + part[0], tokens + part[1], [x + y for x, y in zip(sums, part[2])]
+    assert len(steps) == 1
+    assert tokens == whole[1]
+    assert_close(loss / tokens, whole[0] / whole[1], 1e-6)
+    assert_close(sums, whole[2], 1e-6)
+
+
+@pytest.mark.parametrize("equal_samples", [False, True])
+def test_J7_the_scheduler_deals_nine_groups_to_four_ranks(equal_samples):
+    schedule = dualkv.schedule(
+        [50] * 9, [[10]] * 9, num_ranks=4, max_tokens=1000, equal_samples=equal_samples
+    )
+    assert sorted(len(m.parts) for (m,) in schedule.ranks) == [2, 2, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-tied", "qwen3-moe"])
