@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import heapq
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from draw_plans import DOCS, INK, LINE, PAPER, SEGMENT_COLOURS, SOFT_INK, Svg, c_forest
+from draw_plans import INK, LINE, PAPER, SEGMENT_COLOURS, SOFT_INK, Svg, c_forest, write_pictures
 
 import dualkv
 from dualkv import _abi
@@ -247,10 +245,7 @@ PICTURES = {"hopper_forward_schedule.svg": draw_schedule, "hopper_forward_block.
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
-    for name, draw in PICTURES.items():
-        (folder / name).write_text(str(draw()), encoding="utf-8")
-        print(folder / name)
+    write_pictures(PICTURES)
 
 
 if __name__ == "__main__":

@@ -499,11 +499,16 @@ PICTURES = {
 }
 
 
-def main() -> None:
+def write_pictures(pictures: dict) -> None:
+    """Draws pictures by file name into the folder of the command line, docs/ without one."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
-    for name, draw in PICTURES.items():
+    for name, draw in pictures.items():
         (folder / name).write_text(str(draw()), encoding="utf-8")
         print(folder / name)
+
+
+def main() -> None:
+    write_pictures(PICTURES)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,7 @@ void CheckAgainstOracle(const ForestSpec& forest, const AttentionOptions& option
 }
 
 AttentionOptions RandomOptions(std::mt19937_64& rng, const ForestSpec& forest) {
-  auto pick = [&](auto... values) {
-    const double list[] = {static_cast<double>(values)...};
-    return list[rng() % sizeof...(values)];
-  };
+  auto pick = [&](auto... values) { return Pick(rng, values...); };
   AttentionOptions options;
   options.num_kv_heads = static_cast<int64_t>(pick(1, 2, 3));
   options.num_heads = options.num_kv_heads * static_cast<int64_t>(pick(1, 2, 3, 7));

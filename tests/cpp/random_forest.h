@@ -56,6 +56,13 @@ inline void ForEachForest(int segments, const std::vector<int64_t>& lengths,
   extend();
 }
 
+// One of the values.
+template <class... Values>
+double Pick(std::mt19937_64& rng, Values... values) {
+  const double list[] = {static_cast<double>(values)...};
+  return list[rng() % sizeof...(values)];
+}
+
 // Up to max_segments segments of up to max_length rows; shapes from plain batches over groups to deep trees.
 inline ForestSpec RandomForest(std::mt19937_64& rng, int max_segments, int64_t max_length) {
   auto uniform = [&](int64_t low, int64_t high) {

@@ -121,6 +121,11 @@ struct Params {
   float tanh_scale;
 };
 
+// The part of the plan's image at an offset from its header.
+__device__ __forceinline__ const std::byte* PartOfPlan(const Params& params, uint64_t offset) {
+  return reinterpret_cast<const std::byte*>(params.plan) + offset;
+}
+
 // Where a buffer of a ring is used for the n-th time, and the parity of its barriers' phase.
 template <int kSize>
 struct RingPosition {

@@ -2,14 +2,12 @@
 // and of values, full.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention_forward/config.cuh"
 #include "cuda/ptx/tensor_copy.cuh"
 
 namespace dualkv::cuda::attention_forward {
-
-__device__ __forceinline__ const std::byte* PartOfPlan(const Params& params, uint64_t offset) {
-  return reinterpret_cast<const std::byte*>(params.plan) + offset;
-}
 
 // Calls visit_tile(tile, pack) for each query tile and pack of heads of this block, and then visit_step(run,
 // key, pack, first) for each of its key tiles: the one at `key`, the first or not.
@@ -42,6 +40,17 @@ __device__ __forceinline__ void WalkPlan(const Params& params, VisitTile visit_t
   }
 }
 
+// Copies the rows of a key tile, of keys or values, into a buffer.
+template <class Boxes>
+__device__ __forceinline__ void CopyKeyTile(const Params& params, const CUtensorMap& map, Boxes& buffer,
+                                            ptx::Mbarrier* full, int32_t pack, int32_t key) {
+  ptx::MbarrierArriveExpect(full, sizeof(buffer));
+#pragma unroll 1
+  for (int box = 0; box < static_cast<int>(std::extent_v<Boxes>); ++box) {
+    ptx::TensorCopy3d(buffer[box], &map, full, 64 * box, pack / params.packs_per_kv_head, key);
+  }
+}
+
 template <class Element, int kHeadDim>
 __device__ __forceinline__ void ProduceKeys(const Params& params, SharedMemory<Element, kHeadDim>& memory) {
   constexpr int kKeyTile = Config<kHeadDim>::kKeyTile;
@@ -70,12 +79,7 @@ __device__ __forceinline__ void ProduceKeys(const Params& params, SharedMemory<E
                           (key + kKeyTile > params.plan->total_tokens ? StepHead::kPastEnd : 0);
         step.head.key_begin = key;
         step.segment = run.segment;
-        ptx::MbarrierArriveExpect(full, sizeof(memory.keys[0]));
-#pragma unroll 1
-        for (int box = 0; box < kHeadDim / 64; ++box) {
-          ptx::TensorCopy3d(memory.keys[keys.index][box], &params.keys, full, 64 * box,
-                            pack / params.packs_per_kv_head, key);
-        }
+        CopyKeyTile(params, params.keys, memory.keys[keys.index], full, pack, key);
         keys.Next();
       });
   ptx::MbarrierWait(&memory.keys_empty[keys.index], keys.parity ^ 1);
@@ -91,12 +95,7 @@ __device__ __forceinline__ void ProduceValues(const Params& params, SharedMemory
       [&](const core::ImageRun&, int32_t key, int32_t pack, bool) {
         ptx::Mbarrier* full = &memory.values_full[values.index];
         ptx::MbarrierWait(&memory.values_empty[values.index], values.parity ^ 1);
-        ptx::MbarrierArriveExpect(full, sizeof(memory.values[0]));
-#pragma unroll 1
-        for (int box = 0; box < kHeadDim / 64; ++box) {
-          ptx::TensorCopy3d(memory.values[values.index][box], &params.values, full, 64 * box,
-                            pack / params.packs_per_kv_head, key);
-        }
+        CopyKeyTile(params, params.values, memory.values[values.index], full, pack, key);
         values.Next();
       });
 }

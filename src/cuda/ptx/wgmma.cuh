@@ -63,40 +63,37 @@ __device__ __forceinline__ uint64_t Advance(uint64_t operand, uint32_t bytes) {
 template <class Element, int kN>
 struct Wgmma;
 
-#define DUALKV_WGMMA_SHARED_64(TYPE)                                                                    \
-  asm volatile(                                                                                         \
-      "{\n"                                                                                             \
-      ".reg .pred p;\n"                                                                                 \
-      "setp.ne.b32 p, %34, 0;\n"                                                                        \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                       \
-      " {"                                                                                              \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                          \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "                 \
-      "}, %32, %33, p, 1, 1, 0, 0;\n"                                                                   \
-      "}\n"                                                                                             \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),        \
-        "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),      \
-        "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),      \
-        "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                                           \
-      : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)))
+// Accumulators as operands of an instruction, and their places in its text.
+#define DUALKV_OUT_8(i)                                                                       \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define DUALKV_OUT_32(i) DUALKV_OUT_8(i), DUALKV_OUT_8(i + 8), DUALKV_OUT_8(i + 16), DUALKV_OUT_8(i + 24)
+#define DUALKV_PLACES_0_TO_31                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define DUALKV_PLACES_32_TO_63                                                       \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-#define DUALKV_WGMMA_REGISTERS_64(TYPE)                                                                 \
-  asm volatile(                                                                                         \
-      "{\n"                                                                                             \
-      ".reg .pred p;\n"                                                                                 \
-      "setp.ne.b32 p, %37, 0;\n"                                                                        \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                       \
-      " {"                                                                                              \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                          \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "                 \
-      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n"                                                     \
-      "}\n"                                                                                             \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),        \
-        "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),      \
-        "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),      \
-        "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                                           \
+#define DUALKV_WGMMA_SHARED_64(TYPE)                                                         \
+  asm volatile(                                                                              \
+      "{\n"                                                                                  \
+      ".reg .pred p;\n"                                                                      \
+      "setp.ne.b32 p, %34, 0;\n"                                                             \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" DUALKV_PLACES_0_TO_31 \
+      "}, %32, %33, p, 1, 1, 0, 0;\n"                                                        \
+      "}\n"                                                                                  \
+      : DUALKV_OUT_32(0)                                                                     \
+      : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)))
+#define DUALKV_WGMMA_REGISTERS_64(TYPE)                                                      \
+  asm volatile(                                                                              \
+      "{\n"                                                                                  \
+      ".reg .pred p;\n"                                                                      \
+      "setp.ne.b32 p, %37, 0;\n"                                                             \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" DUALKV_PLACES_0_TO_31 \
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n"                                          \
+      "}\n"                                                                                  \
+      : DUALKV_OUT_32(0)                                                                     \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int32_t>(accumulate)))
 template <class Element>
 struct Wgmma<Element, 64> {
@@ -118,28 +115,16 @@ struct Wgmma<Element, 64> {
 #undef DUALKV_WGMMA_SHARED_64
 #undef DUALKV_WGMMA_REGISTERS_64
 
-#define DUALKV_WGMMA_REGISTERS_128(TYPE)                                                                \
-  asm volatile(                                                                                         \
-      "{\n"                                                                                             \
-      ".reg .pred p;\n"                                                                                 \
-      "setp.ne.b32 p, %69, 0;\n"                                                                        \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                      \
-      " {"                                                                                              \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                          \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 "                 \
-      "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n"                                                     \
-      "}\n"                                                                                             \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),        \
-        "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),      \
-        "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),      \
-        "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),      \
-        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),      \
-        "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),      \
-        "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),      \
-        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])       \
+#define DUALKV_WGMMA_REGISTERS_128(TYPE)                                                      \
+  asm volatile(                                                                               \
+      "{\n"                                                                                   \
+      ".reg .pred p;\n"                                                                       \
+      "setp.ne.b32 p, %69, 0;\n"                                                              \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" DUALKV_PLACES_0_TO_31 \
+      ", " DUALKV_PLACES_32_TO_63                                                             \
+      "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n"                                           \
+      "}\n"                                                                                   \
+      : DUALKV_OUT_32(0), DUALKV_OUT_32(32)                                                   \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int32_t>(accumulate)))
 template <class Element>
 struct Wgmma<Element, 128> {
@@ -152,5 +137,9 @@ struct Wgmma<Element, 128> {
   }
 };
 #undef DUALKV_WGMMA_REGISTERS_128
+#undef DUALKV_PLACES_32_TO_63
+#undef DUALKV_PLACES_0_TO_31
+#undef DUALKV_OUT_32
+#undef DUALKV_OUT_8
 
 }  // namespace dualkv::cuda::ptx
