@@ -10,6 +10,7 @@
 #include "cuda/attention_forward/config.cuh"
 #include "cuda/attention_forward/launch.h"
 #include "cuda/launch.h"
+#include "cuda/packed_heads.h"
 #include "cuda/tensor_map.h"
 
 namespace dualkv::cuda {
@@ -26,20 +27,6 @@ struct TileShape {
 TileShape ShapeFor(int32_t head_dim) {
   return head_dim <= 64 ? TileShape{kQueryTile<64>, Config<64>::kKeyTile}
                         : TileShape{kQueryTile<128>, Config<128>::kKeyTile};
-}
-
-// How many of the query heads that share keys lie side by side in a tile: the more, the fewer query rows it
-// has, and the less it computes for rows that do not see a key. As few rows of the products as possible stay
-// empty.
-int32_t PackedHeads(int32_t group, int32_t products) {
-  constexpr int32_t kMost = 16;
-  int32_t best = 1;
-  for (int32_t packed = 2; packed <= std::min(group, kMost); ++packed) {
-    if (group % packed == 0 && products / packed * packed >= products / best * best) {
-      best = packed;
-    }
-  }
-  return best;
 }
 
 }  // namespace

@@ -1,0 +1,21 @@
+// How query heads that share keys lie side by side in the kernels' query tiles.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace dualkv::cuda {
+
+// How many of the `group` query heads of a KV head share a tile of `products` rows of the products: the more,
+// the fewer query rows it has, and the less it computes for rows that do not see a key. At most one row of
+// the products in 16 stays empty.
+inline int32_t PackedHeads(int32_t group, int32_t products) {
+  constexpr int32_t kMost = 16;
+  int32_t packed = std::min(group, kMost);
+  while (group % packed != 0 || products % packed > products / 16) {
+    --packed;
+  }
+  return packed;
+}
+
+}  // namespace dualkv::cuda
