@@ -101,15 +101,13 @@ def _forward_visits(schedule) -> list[Visit]:
 
 def _backward_visits(view) -> list[Visit]:
     schedule, visits = view.backward, []
-    turn_begin = _array(ctypes.c_int64, schedule.num_runs, view.turn_begin)
+    turns = _array(ctypes.c_int32, schedule.num_runs, view.turn)
     for number, (tile, runs) in enumerate(_tiles_and_runs(schedule), start=1):
         keys, step = range(tile.begin, tile.end), 0
         for r, run in runs:
-            pieces = _pieces(run, schedule.query_tile)
-            turns = _array(ctypes.c_int32, len(pieces), view.turns + 4 * turn_begin[r])
-            for queries, turn in zip(pieces, turns):
+            for queries in _pieces(run, schedule.query_tile):
                 step += 1
-                visits.append(Visit(number, step, queries, keys, run.segment, bool(run.masked), turn))
+                visits.append(Visit(number, step, queries, keys, run.segment, bool(run.masked), turns[r]))
     return visits
 
 

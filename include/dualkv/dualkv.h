@@ -123,6 +123,10 @@ typedef struct dualkv_plan_params {
   int32_t forward_key_tile;
   int32_t backward_query_tile;
   int32_t backward_key_tile;
+  int32_t backward_parts; /* 0 to 65536. 0: the backward's key tiles stay whole, as the CPU backend needs
+                             them. n > 0: one with more than 1 / n of all visits to query tiles is cut into
+                             the fewest parts of at most 1 / n, or of a single visit */
+  int32_t reserved;
 } dualkv_plan_params;
 
 /* A tile of the schedule: rows [begin, end), and the runs that it visits. */
@@ -145,7 +149,8 @@ typedef struct dualkv_run {
 /* Forward: `tiles` are query tiles, runs are of keys, in the order in which a row walks them. Query tiles
  * are cut every `query_tile` rows from the root of each tree on, and each stays within one tree.
  * Backward: `tiles` are key tiles, runs are of query rows. Key tiles are cut every `key_tile` rows from the
- * start of each segment on; query tiles as in the forward.
+ * start of each segment on; query tiles as in the forward. Each part of a key tile that was cut (see
+ * backward_parts) is a tile of its own, with the rows of the whole and its share of the visits.
  * Both are sorted for a machine that takes the tiles in order: heavy ones first. */
 typedef struct dualkv_schedule {
   int32_t query_tile;
@@ -167,13 +172,15 @@ typedef struct dualkv_plan_view {
   dualkv_schedule forward;
   dualkv_schedule backward;
   /* Order in which the backward adds to dQ, for results that repeat. Query tiles of the backward are numbered
-   * by their rows; run r visits the tiles first_query_tile[r], first_query_tile[r] + 1, ..., and its visit to
-   * the n-th of them is the turns[turn_begin[r] + n]-th of all visits to that tile, counted from 0 in
-   * schedule order. */
+   * by their rows; run r visits the tiles first_query_tile[r], first_query_tile[r] + 1, ..., and is the
+   * turn[r]-th visit to each of them, counted from 0 in schedule order. Runs end where the turn changes. */
   int64_t num_query_tiles;
   const int32_t* first_query_tile; /* [backward.num_runs] */
-  const int64_t* turn_begin;       /* [backward.num_runs] */
-  const int32_t* turns;
+  const int32_t* turn;             /* [backward.num_runs] */
+  /* Order in which the backward adds the parts of a key tile. They have consecutive indices among all parts,
+   * in the order of the query rows that they visit. There are fewer than 2 * backward_parts. */
+  int64_t num_partials;
+  const int32_t* partial; /* [backward.num_tiles] index of the part; -1 for a tile that is whole */
 } dualkv_plan_view;
 
 DUALKV_API dualkv_status dualkv_plan_create(const dualkv_plan_params* params, dualkv_plan** plan);
@@ -181,8 +188,9 @@ DUALKV_API void dualkv_plan_destroy(dualkv_plan* plan);
 /* The pointers in the view are owned by the plan. */
 DUALKV_API dualkv_status dualkv_plan_get_view(const dualkv_plan* plan, dualkv_plan_view* view);
 
-/* Sets the tile sizes of `params` to those of the kernels of `device` (a dualkv_device) for attention of
- * these dimensions; nothing else of `params` is read or changed. On CUDA a plan must have them. */
+/* Sets the tile sizes and backward_parts of `params` to those of the kernels of `device` (a dualkv_device)
+ * for attention of these dimensions; nothing else of `params` is read or changed. On CUDA a plan must have
+ * them. */
 DUALKV_API dualkv_status dualkv_plan_set_tiles(dualkv_plan_params* params, int32_t device, int32_t num_heads,
                                                int32_t num_kv_heads, int32_t head_dim);
 

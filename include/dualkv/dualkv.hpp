@@ -138,7 +138,8 @@ class Forest {
   std::unique_ptr<dualkv_forest, void (*)(dualkv_forest*)> forest_;
 };
 
-// The tile sizes of the kernels of a device for attention of these dimensions. On CUDA a plan must have them.
+// The tile sizes and parts of the kernels of a device for attention of these dimensions. On CUDA a plan must
+// have them.
 inline void SetTiles(dualkv_plan_params& params, dualkv_device device, int32_t num_heads,
                      int32_t num_kv_heads, int32_t head_dim) {
   Check(dualkv_plan_set_tiles(&params, device, num_heads, num_kv_heads, head_dim));

@@ -67,6 +67,8 @@ class dualkv_plan_params(VersionedStructure):
         ("forward_key_tile", c_int32),
         ("backward_query_tile", c_int32),
         ("backward_key_tile", c_int32),
+        ("backward_parts", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -110,8 +112,9 @@ class dualkv_plan_view(VersionedStructure):
         ("backward", dualkv_schedule),
         ("num_query_tiles", c_int64),
         ("first_query_tile", c_void_p),
-        ("turn_begin", c_void_p),
-        ("turns", c_void_p),
+        ("turn", c_void_p),
+        ("num_partials", c_int64),
+        ("partial", c_void_p),
     ]
 
 

@@ -185,12 +185,19 @@ def plan(
     return _cached_plan(segments.contiguous().numpy().tobytes(), window_left, query_row_begin, tiles)
 
 
-_TILES = ("forward_query_tile", "forward_key_tile", "backward_query_tile", "backward_key_tile")
+_TILES = (
+    "forward_query_tile",
+    "forward_key_tile",
+    "backward_query_tile",
+    "backward_key_tile",
+    "backward_parts",
+)
 
 
 @functools.lru_cache(maxsize=None)
 def tile_sizes(device: int, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """The tile sizes, in the order of dualkv_plan_params, of the kernels of a dualkv_device."""
+    """The tile sizes and backward_parts, in the order of dualkv_plan_params, of the kernels of a
+    dualkv_device."""
     params = _abi.dualkv_plan_params()
     library.dualkv_plan_set_tiles(ctypes.byref(params), device, num_heads, num_kv_heads, head_dim)
     return tuple(getattr(params, name) for name in _TILES)

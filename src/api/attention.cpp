@@ -114,6 +114,12 @@ void CheckCuda(const dualkv_attention_params& params, const Plan& plan) {
   Require(IsAligned(params.lse, alignof(float)), "lse must be aligned to 4 bytes, got ", params.lse);
 }
 
+// The CPU's backward takes each key tile whole.
+const Plan& CheckCpuBackward(const Plan& plan) {
+  Require(plan.backward_parts == 0, "plan must have backward_parts 0 on the CPU, got ", plan.backward_parts);
+  return plan;
+}
+
 const Plan& CheckForward(const dualkv_attention_params& params) {
   const Plan& plan = CheckShapes(params);
   RequireData(params.q.data, params.query_rows, "q.data");
@@ -134,14 +140,19 @@ dualkv_status dualkv_plan_set_tiles(dualkv_plan_params* params, int32_t device, 
     RequireDevice(device);
     CheckHeads(num_heads, num_kv_heads, head_dim);
     dualkv::core::TileSizes forward = dualkv::core::kCpuTiles;
+    dualkv::core::TileSizes backward = dualkv::core::kCpuTiles;
+    int32_t parts = 0;
     if (device == DUALKV_CUDA) {
       RequireCudaHeadDim(head_dim);
       forward = dualkv::cuda::AttentionForwardTiles(num_heads, num_kv_heads, head_dim);
+      backward = dualkv::cuda::AttentionBackwardTiles(num_heads, num_kv_heads, head_dim);
+      parts = dualkv::cuda::AttentionBackwardParts(num_kv_heads);
     }
     params->forward_query_tile = forward.query;
     params->forward_key_tile = forward.key;
-    params->backward_query_tile = dualkv::core::kCpuTiles.query;
-    params->backward_key_tile = dualkv::core::kCpuTiles.key;
+    params->backward_query_tile = backward.query;
+    params->backward_key_tile = backward.key;
+    params->backward_parts = parts;
   });
 }
 
@@ -165,7 +176,8 @@ dualkv_status dualkv_attention_backward_workspace(const dualkv_attention_backwar
     RequireStruct(&params->forward, "params.forward");
     RequirePointer(bytes, "bytes");
     RequireCpu(params->forward.device, "the backward pass of attention");
-    *bytes = dualkv::cpu::AttentionBackwardWorkspace(*params, CheckShapes(params->forward));
+    const Plan& plan = CheckCpuBackward(CheckShapes(params->forward));
+    *bytes = dualkv::cpu::AttentionBackwardWorkspace(*params, plan);
   });
 }
 
@@ -175,7 +187,7 @@ dualkv_status dualkv_attention_backward(const dualkv_attention_backward_params* 
     RequireStruct(&params->forward, "params.forward");
     const dualkv_attention_params& forward = params->forward;
     RequireCpu(forward.device, "the backward pass of attention");
-    const Plan& plan = CheckForward(forward);
+    const Plan& plan = CheckCpuBackward(CheckForward(forward));
     RequireData(params->dout.data, forward.query_rows, "dout.data");
     RequireData(params->dq.data, forward.query_rows, "dq.data");
     RequireData(params->dk.data, forward.key_rows, "dk.data");

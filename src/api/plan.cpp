@@ -11,6 +11,8 @@ using dualkv::core::Require;
 
 namespace {
 
+constexpr int32_t kMaxParts = 65536;
+
 int32_t TileSize(int32_t value, int32_t fallback, const char* name) {
   Require(value >= 0 && value <= 65536, name, " must be 0 to 65536, got ", value);
   return value > 0 ? value : fallback;
@@ -33,11 +35,15 @@ dualkv_status dualkv_plan_create(const dualkv_plan_params* params, dualkv_plan**
     const dualkv::core::TileSizes backward = {
         .query = TileSize(params->backward_query_tile, kCpuTiles.query, "backward_query_tile"),
         .key = TileSize(params->backward_key_tile, kCpuTiles.key, "backward_key_tile")};
+    Require(params->backward_parts >= 0 && params->backward_parts <= kMaxParts,
+            "backward_parts must be 0 to ", kMaxParts, ", got ", params->backward_parts);
+    Require(params->reserved == 0, "reserved must be 0, got ", params->reserved);
     std::span<const uint8_t> keys_only;
     if (params->keys_only != nullptr) {
       keys_only = {params->keys_only, forest.segments().size()};
     }
-    *plan = new dualkv_plan{{forest, params->window_left, keys_only, forward, backward}};
+    *plan =
+        new dualkv_plan{{forest, params->window_left, keys_only, forward, backward, params->backward_parts}};
   });
 }
 

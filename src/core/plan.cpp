@@ -1,6 +1,7 @@
 #include "core/plan.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -112,25 +113,31 @@ void AppendRuns(const Plan& plan, const QueryTile& tile, int32_t s, int32_t key_
   append(ragged, last, true);
 }
 
-// Sorts the tiles by their work, heaviest first; equal ones keep their order, so that tiles of one tree,
+// The tiles' indices by their work, heaviest first; equal ones keep their order, so that tiles of one tree,
 // which share keys, stay together.
-void SortByWork(Schedule& schedule) {
-  auto work = [&](const dualkv_tile& tile) {
+std::vector<int32_t> OrderByWork(const Schedule& schedule) {
+  std::vector<int64_t> work;
+  work.reserve(schedule.tiles.size());
+  for (const dualkv_tile& tile : schedule.tiles) {
     int64_t rows = 0;
     for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
       rows += schedule.runs[r].end - schedule.runs[r].begin;
     }
-    return rows;
-  };
-  std::vector<std::pair<int64_t, dualkv_tile>> keyed;
-  keyed.reserve(schedule.tiles.size());
-  for (const dualkv_tile& tile : schedule.tiles) {
-    keyed.emplace_back(work(tile), tile);
+    work.push_back(rows);
   }
-  std::stable_sort(keyed.begin(), keyed.end(),
-                   [](const auto& a, const auto& b) { return a.first > b.first; });
-  std::transform(keyed.begin(), keyed.end(), schedule.tiles.begin(),
-                 [](const auto& entry) { return entry.second; });
+  std::vector<int32_t> order(work.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return work[a] > work[b]; });
+  return order;
+}
+
+template <class T>
+void Reorder(std::vector<T>& values, std::span<const int32_t> order) {
+  std::vector<T> ordered;
+  ordered.reserve(values.size());
+  std::transform(order.begin(), order.end(), std::back_inserter(ordered),
+                 [&](int32_t i) { return values[i]; });
+  values = std::move(ordered);
 }
 
 // The tile matrix by rows: each query tile with its runs of keys. Neither tiles nor runs are sorted yet.
@@ -225,6 +232,86 @@ Schedule ByKeys(const Plan& plan, const Schedule& by_queries) {
   return schedule;
 }
 
+// Cuts the tiles that make more than 1 / parts of all visits into parts, see dualkv_plan_params, and returns
+// the `partial` of each tile. parts >= 1.
+//
+// There are fewer than 2 * parts parts. Let V be the number of all visits and m = max(floor(V / parts), 1)
+// the most that a part makes. A tile that is cut makes v > m visits, in ceil(v / m) <= 2 v / (m + 1) parts:
+// with v = a m + b, a >= 1 and 1 <= b <= m, this is (a + 1) (m + 1) <= 2 a m + 2 b, or 0 <= (a - 1) (m - 1) +
+// 2 (b - 1). So there are at most 2 V / (m + 1) parts, and V / (m + 1) < parts.
+std::vector<int32_t> CutIntoParts(Schedule& schedule, int32_t parts) {
+  const int32_t query_tile = schedule.tile_sizes.query;
+  auto visits_of = [&](auto begin, auto end) {
+    return std::accumulate(begin, end, int64_t{0}, [&](int64_t sum, const dualkv_run& run) {
+      return sum + CeilDiv(run.end - run.begin, query_tile);
+    });
+  };
+  const int64_t most = std::max<int64_t>(visits_of(schedule.runs.begin(), schedule.runs.end()) / parts, 1);
+
+  std::vector<dualkv_tile> tiles;
+  std::vector<dualkv_run> runs;
+  std::vector<int32_t> partial;
+  int32_t num_partials = 0;
+  for (const dualkv_tile& tile : schedule.tiles) {
+    auto run = schedule.runs.begin() + tile.run_begin;
+    const int64_t visits = visits_of(run, schedule.runs.begin() + tile.run_end);
+    const int64_t count = std::max<int64_t>((visits + most - 1) / most, 1);
+    int32_t done = 0;  // rows of *run that earlier parts have taken
+    for (int64_t part = 0; part < count; ++part) {
+      const auto run_begin = static_cast<int32_t>(runs.size());
+      for (int64_t left = visits * (part + 1) / count - visits * part / count; left > 0;) {
+        dualkv_run share = *run;
+        share.begin += done;
+        if (const int64_t needed = CeilDiv(share.end - share.begin, query_tile); needed <= left) {
+          left -= needed;
+          done = 0;
+          ++run;
+        } else {
+          share.end = share.begin + static_cast<int32_t>(left) * query_tile;
+          left = 0;
+          done = share.end - run->begin;
+        }
+        runs.push_back(share);
+      }
+      RequireFewRuns(runs.size());
+      tiles.push_back({tile.begin, tile.end, run_begin, static_cast<int32_t>(runs.size())});
+      partial.push_back(count > 1 ? num_partials++ : -1);
+    }
+  }
+  schedule.tiles = std::move(tiles);
+  schedule.runs = std::move(runs);
+  return partial;
+}
+
+// Splits the runs of the backward wherever the turn changes, and puts them in the order of the schedule.
+void TakeTurns(Plan& plan, std::span<const QueryTile> queries) {
+  const int32_t query_tile = plan.backward.tile_sizes.query;
+  std::vector<dualkv_run> runs;
+  std::vector<int32_t> visits(queries.size(), 0);  // that each query tile has had
+  for (dualkv_tile& tile : plan.backward.tiles) {
+    const auto run_begin = static_cast<int32_t>(runs.size());
+    for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
+      const dualkv_run& run = plan.backward.runs[r];
+      auto q = std::partition_point(queries.begin(), queries.end(),
+                                    [&](const QueryTile& query) { return query.begin < run.begin; }) -
+               queries.begin();
+      for (int32_t row = run.begin; row < run.end; row += query_tile, ++q) {
+        if (row == run.begin || visits[q] != plan.turn.back()) {
+          runs.push_back({.begin = row, .end = 0, .segment = run.segment, .masked = run.masked});
+          plan.first_query_tile.push_back(static_cast<int32_t>(q));
+          plan.turn.push_back(visits[q]);
+        }
+        runs.back().end = std::min(row + query_tile, run.end);
+        ++visits[q];
+      }
+    }
+    RequireFewRuns(runs.size());
+    tile.run_begin = run_begin;
+    tile.run_end = static_cast<int32_t>(runs.size());
+  }
+  plan.backward.runs = std::move(runs);
+}
+
 }  // namespace
 
 dualkv_schedule Schedule::View() const {
@@ -237,8 +324,11 @@ dualkv_schedule Schedule::View() const {
 }
 
 Plan::Plan(const Forest& forest_, int64_t window_left_, std::span<const uint8_t> keys_only_,
-           TileSizes forward_tiles, TileSizes backward_tiles)
-    : forest(forest_), window_left(window_left_), keys_only(keys_only_.begin(), keys_only_.end()) {
+           TileSizes forward_tiles, TileSizes backward_tiles, int32_t backward_parts_)
+    : forest(forest_),
+      window_left(window_left_),
+      keys_only(keys_only_.begin(), keys_only_.end()),
+      backward_parts(backward_parts_) {
   keys_only.resize(forest.segments().size(), 0);
   for (size_t s = 0; s < keys_only.size(); ++s) {
     const dualkv_segment& segment = forest.segments()[s];
@@ -255,37 +345,18 @@ Plan::Plan(const Forest& forest_, int64_t window_left_, std::span<const uint8_t>
   forward = ByQueries(*this, CutQueries(*this, forward_tiles.query), forward_tiles);
   backward =
       ByKeys(*this, forward_tiles == backward_tiles ? forward : ByQueries(*this, queries, backward_tiles));
-  SortByWork(forward);
-  SortByWork(backward);
+  Reorder(forward.tiles, OrderByWork(forward));
 
-  // Turns: how many visits of earlier tiles of the schedule each query tile has seen.
+  partial.assign(backward.tiles.size(), -1);
+  if (backward_parts > 0) {
+    partial = CutIntoParts(backward, backward_parts);
+  }
+  num_partials = std::count_if(partial.begin(), partial.end(), [](int32_t p) { return p >= 0; });
+  const std::vector<int32_t> order = OrderByWork(backward);
+  Reorder(backward.tiles, order);
+  Reorder(partial, order);
   num_query_tiles = static_cast<int64_t>(queries.size());
-  first_query_tile.resize(backward.runs.size());
-  turn_begin.resize(backward.runs.size());
-  auto visits_of = [&](const dualkv_run& run) {
-    return CeilDiv(run.end - run.begin, backward.tile_sizes.query);
-  };
-  int64_t num_visits = 0;
-  for (const dualkv_run& run : backward.runs) {
-    num_visits += visits_of(run);
-  }
-  turns.resize(num_visits);
-  int32_t* turn = turns.data();
-  std::vector<int32_t> visits(queries.size(), 0);  // that each query tile has had
-  for (const dualkv_tile& tile : backward.tiles) {
-    for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
-      const dualkv_run& run = backward.runs[r];
-      const auto first =
-          std::partition_point(queries.begin(), queries.end(),
-                               [&](const QueryTile& query) { return query.begin < run.begin; }) -
-          queries.begin();
-      first_query_tile[r] = static_cast<int32_t>(first);
-      turn_begin[r] = turn - turns.data();
-      for (int64_t q = first; q < first + visits_of(run); ++q) {
-        *turn++ = visits[q]++;
-      }
-    }
-  }
+  TakeTurns(*this, queries);
 }
 
 dualkv_plan_view Plan::View() const {
@@ -300,8 +371,9 @@ dualkv_plan_view Plan::View() const {
           .backward = backward.View(),
           .num_query_tiles = num_query_tiles,
           .first_query_tile = first_query_tile.data(),
-          .turn_begin = turn_begin.data(),
-          .turns = turns.data()};
+          .turn = turn.data(),
+          .num_partials = num_partials,
+          .partial = partial.data()};
 }
 
 }  // namespace dualkv::core

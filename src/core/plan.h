@@ -3,6 +3,9 @@
 // Query rows and keys are cut into tiles. Which tiles see each other is a block-sparse matrix: the forward
 // reads it by query tiles, the backward by key tiles. Neighbouring tiles of one kind (masked or not) are
 // stored as one run.
+//
+// The backward needs more on a machine with more processors than key tiles: heavy key tiles are cut into
+// parts. And it needs an order in which to add to dQ: each run says whose turn it is.
 #pragma once
 
 #include <cstdint>
@@ -37,9 +40,10 @@ struct Schedule {
 
 // See dualkv_plan_view. Immutable.
 struct Plan {
-  // keys_only is empty or has a flag for each segment. window_left < 0: no window.
+  // keys_only is empty or has a flag for each segment. window_left < 0: no window. backward_parts >= 0: see
+  // dualkv_plan_params.
   Plan(const Forest& forest, int64_t window_left, std::span<const uint8_t> keys_only, TileSizes forward_tiles,
-       TileSizes backward_tiles);
+       TileSizes backward_tiles, int32_t backward_parts);
 
   dualkv_plan_view View() const;
 
@@ -52,8 +56,10 @@ struct Plan {
   Schedule backward;
   int64_t num_query_tiles;  // of the backward
   std::vector<int32_t> first_query_tile;
-  std::vector<int64_t> turn_begin;
-  std::vector<int32_t> turns;
+  std::vector<int32_t> turn;
+  int32_t backward_parts;
+  int64_t num_partials;
+  std::vector<int32_t> partial;
 };
 
 }  // namespace dualkv::core

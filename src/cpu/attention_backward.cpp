@@ -189,12 +189,11 @@ class Backward {
     for (int64_t head = kv_head * group_; head < (kv_head + 1) * group_; ++head) {
       for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
         const dualkv_run& run = plan_.backward.runs[r];
-        int64_t visit = 0;
-        for (int32_t begin = run.begin; begin < run.end; begin += plan_.backward.query_tile, ++visit) {
+        int64_t query_tile = plan_.first_query_tile[r];
+        for (int32_t begin = run.begin; begin < run.end; begin += plan_.backward.query_tile, ++query_tile) {
           const int64_t rows = std::min(run.end - begin, plan_.backward.query_tile);
           Visit(s, tile, run, head, begin, rows);
-          AddToQueryGradient(s, head, begin, rows, plan_.first_query_tile[r] + visit,
-                             plan_.turns[plan_.turn_begin[r] + visit]);
+          AddToQueryGradient(s, head, begin, rows, query_tile, plan_.turn[r]);
         }
       }
     }

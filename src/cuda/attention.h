@@ -10,6 +10,10 @@ namespace dualkv::cuda {
 // Tile sizes that the forward's plan must have. head_dim is a multiple of 8 up to kMaxHeadDim.
 core::TileSizes AttentionForwardTiles(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim);
 
+// Tile sizes and backward_parts that the backward's plan must have.
+core::TileSizes AttentionBackwardTiles(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim);
+int32_t AttentionBackwardParts(int32_t num_kv_heads);
+
 void AttentionForward(const dualkv_attention_params& params, const core::Plan& plan);
 
 inline constexpr int32_t kMaxHeadDim = 128;

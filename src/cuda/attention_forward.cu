@@ -91,4 +91,10 @@ void AttentionForward(const dualkv_attention_params& params, const core::Plan& p
   launch(dtype == DUALKV_BFLOAT16, kernel_params, static_cast<cudaStream_t>(params.stream));
 }
 
+core::TileSizes AttentionBackwardTiles(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim) {
+  return {.query = 64 / PackedHeads(num_heads / num_kv_heads, 64), .key = head_dim <= 64 ? 192 : 128};
+}
+
+int32_t AttentionBackwardParts(int32_t num_kv_heads) { return (2 * 132 + num_kv_heads - 1) / num_kv_heads; }
+
 }  // namespace dualkv::cuda

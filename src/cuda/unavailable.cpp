@@ -14,6 +14,8 @@ namespace {
 }  // namespace
 
 core::TileSizes AttentionForwardTiles(int32_t, int32_t, int32_t) { Refuse(); }
+core::TileSizes AttentionBackwardTiles(int32_t, int32_t, int32_t) { Refuse(); }
+int32_t AttentionBackwardParts(int32_t) { Refuse(); }
 void AttentionForward(const dualkv_attention_params&, const core::Plan&) { Refuse(); }
 
 }  // namespace dualkv::cuda

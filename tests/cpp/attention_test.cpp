@@ -275,6 +275,19 @@ TEST_F(AttentionErrors, Pointers) {
   params_.forward.size = 8;
   ExpectForward({"params.size", "8"});
 }
+TEST_F(AttentionErrors, KeyTilesInParts) {
+  auto params = Params<dualkv_plan_params>();
+  params.forest = problem_.forest.get();
+  params.window_left = DUALKV_NO_WINDOW;
+  params.backward_parts = 12;
+  const Plan plan(params);
+  params_.forward.plan = plan.get();
+  size_t bytes = 0;
+  const auto parts = {"plan must have backward_parts 0 on the CPU, got 12"};
+  ExpectInvalid(dualkv_attention_backward_workspace(&params_, &bytes), parts);
+  ExpectInvalid(dualkv_attention_backward(&params_), parts);
+  EXPECT_EQ(dualkv_attention_forward(&params_.forward), DUALKV_OK);
+}
 TEST_F(AttentionErrors, Backward) {
   size_t bytes = 0;
   Check(dualkv_attention_backward_workspace(&params_, &bytes));

@@ -46,7 +46,8 @@ bool Same(const dualkv_segment& a, const dualkv_segment& b) {
          a.parent == b.parent;
 }
 
-void CheckImage(const ForestSpec& spec, const std::vector<uint8_t>& keys_only, int64_t window_left) {
+void CheckImage(const ForestSpec& spec, const std::vector<uint8_t>& keys_only, int64_t window_left,
+                int32_t parts) {
   SCOPED_TRACE(spec.ToString() + "; window " + std::to_string(window_left));
   const Forest forest = spec.Build();
   auto params = Params<dualkv_plan_params>();
@@ -55,6 +56,9 @@ void CheckImage(const ForestSpec& spec, const std::vector<uint8_t>& keys_only, i
   params.keys_only = keys_only.data();
   params.forward_query_tile = 16;
   params.forward_key_tile = 32;
+  params.backward_query_tile = 8;
+  params.backward_key_tile = 24;
+  params.backward_parts = parts;
   const Plan plan(params);
   const dualkv_plan_view view = plan.View();
   const std::vector<std::byte> image = plan.Image();
@@ -75,6 +79,38 @@ void CheckImage(const ForestSpec& spec, const std::vector<uint8_t>& keys_only, i
                            return a.begin == b.begin && a.end == b.end && a.masked == b.masked &&
                                   Same(a.segment, view.segments[b.segment]);
                          }));
+
+  ASSERT_EQ(reader.header.num_key_tiles, view.backward.num_tiles);
+  const BruteForce truth(spec);
+  std::vector<dualkv_tile> parts_of_tiles(view.num_partials);
+  const auto key_tiles = reader.Part<core::ImageKeyTile>(reader.header.key_tiles, view.backward.num_tiles);
+  for (int64_t t = 0; t < view.backward.num_tiles; ++t) {
+    const core::ImageKeyTile& a = key_tiles[t];
+    const dualkv_tile& b = view.backward.tiles[t];
+    EXPECT_TRUE(a.begin == b.begin && a.end == b.end && a.run_begin == b.run_begin && a.run_end == b.run_end);
+    EXPECT_TRUE(Same(a.segment, view.segments[truth.segment(b.begin)]));
+    EXPECT_EQ(a.partial, view.partial[t]);
+    if (a.partial >= 0) {
+      parts_of_tiles.at(a.partial) = b;
+    }
+  }
+  const auto query_runs = reader.Part<core::ImageQueryRun>(reader.header.query_runs, view.backward.num_runs);
+  for (int64_t r = 0; r < view.backward.num_runs; ++r) {
+    const dualkv_run& run = view.backward.runs[r];
+    EXPECT_TRUE(query_runs[r].begin == run.begin && query_runs[r].end == run.end);
+    EXPECT_TRUE(query_runs[r].masked == run.masked && query_runs[r].turn == view.turn[r]);
+  }
+  int32_t next = 0;
+  for (const core::ImageSplitTile& tile :
+       reader.Part<core::ImageSplitTile>(reader.header.split_tiles, reader.header.num_split_tiles)) {
+    EXPECT_EQ(tile.partial_begin, next);
+    ASSERT_GE(tile.partial_end, next + 2);
+    for (; next < tile.partial_end; ++next) {
+      EXPECT_TRUE(parts_of_tiles.at(next).begin == tile.begin && parts_of_tiles.at(next).end == tile.end);
+    }
+  }
+  EXPECT_EQ(next, view.num_partials);
+
   if (window_left >= 0) {
     const auto positions = reader.Part<int32_t>(reader.header.positions, view.total_tokens);
     EXPECT_TRUE(std::equal(positions.begin(), positions.end(), view.positions));
@@ -85,7 +121,6 @@ void CheckImage(const ForestSpec& spec, const std::vector<uint8_t>& keys_only, i
     ASSERT_TRUE(0 <= rows.begin && rows.begin < rows.end && rows.end <= view.total_tokens);
     std::for_each(cleared.begin() + rows.begin, cleared.begin() + rows.end, [](int& row) { ++row; });
   }
-  const BruteForce truth(spec);
   for (int64_t row = 0; row < truth.rows(); ++row) {
     EXPECT_EQ(cleared[row], keys_only[truth.segment(row)] ? 1 : 0) << "row " << row;
   }
@@ -101,7 +136,7 @@ TEST(PlanImage, SaysWhatThePlanSays) {
       std::generate(keys_only.begin(), keys_only.end(), [&] { return rng() % 3 == 0; });
     }
     for (const int64_t window : {int64_t{-1}, int64_t{0}, int64_t{30}, int64_t{1} << 40}) {
-      CheckImage(spec, keys_only, window);
+      CheckImage(spec, keys_only, window, static_cast<int32_t>(rng() % 40));
     }
     if (HasFailure()) {
       return;
@@ -156,6 +191,7 @@ TEST(PlanTiles, AreThoseOfTheDevice) {
   EXPECT_EQ(params.forward_key_tile, plain.View().forward.key_tile);
   EXPECT_EQ(params.backward_query_tile, plain.View().backward.query_tile);
   EXPECT_EQ(params.backward_key_tile, plain.View().backward.key_tile);
+  EXPECT_EQ(params.backward_parts, 0);
 }
 
 }  // namespace

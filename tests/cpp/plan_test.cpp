@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <random>
 #include <vector>
 
@@ -17,6 +18,7 @@ struct PlanSpec {
   int32_t query_tile;
   int32_t key_tile;
   std::vector<uint8_t> keys_only;  // a flag for each segment
+  int32_t parts = 0;
 };
 
 class PlanChecker {
@@ -29,6 +31,7 @@ class PlanChecker {
     params.keys_only = spec.keys_only.data();
     params.forward_query_tile = params.backward_query_tile = spec.query_tile;
     params.forward_key_tile = params.backward_key_tile = spec.key_tile;
+    params.backward_parts = spec.parts;
     plan_.emplace(params);
     view_ = plan_->View();
     const int64_t rows = truth_.rows();
@@ -47,6 +50,7 @@ class PlanChecker {
     }
     ASSERT_NO_FATAL_FAILURE(CheckForward());
     ASSERT_NO_FATAL_FAILURE(CheckBackward());
+    ASSERT_NO_FATAL_FAILURE(CheckParts());
     ASSERT_NO_FATAL_FAILURE(CheckTurns());
   }
 
@@ -145,7 +149,8 @@ class PlanChecker {
       ASSERT_TRUE(tile.begin < tile.end && tile.end <= view_.segments[s].end);
       ASSERT_EQ((tile.begin - view_.segments[s].begin) % spec_.key_tile, 0);
       ASSERT_LE(tile.end - tile.begin, spec_.key_tile);
-      for (int64_t key = tile.begin; key < tile.end; ++key) {
+      const bool first = t == FirstEntryOf(tile);
+      for (int64_t key = tile.begin; key < tile.end && first; ++key) {
         ++in_tiles[key];
       }
       for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
@@ -163,11 +168,80 @@ class PlanChecker {
     ExpectAllCovered();
   }
 
+  // The first entry of the backward schedule with the rows of this one: several are parts of a tile.
+  int64_t FirstEntryOf(const dualkv_tile& tile) const {
+    const dualkv_tile* tiles = view_.backward.tiles;
+    return std::find_if(tiles, tiles + view_.backward.num_tiles,
+                        [&](const dualkv_tile& other) { return other.begin == tile.begin; }) -
+           tiles;
+  }
+
+  // Heavy key tiles, and no others, are cut into equal parts that are light enough and no more than needed.
+  void CheckParts() {
+    struct Entry {
+      int32_t partial;
+      int64_t visits;
+      int32_t first_row;
+      int32_t end_row;
+    };
+    std::map<int32_t, std::vector<Entry>> entries;  // of each key tile
+    int64_t all = 0;
+    for (int64_t t = 0; t < view_.backward.num_tiles; ++t) {
+      const dualkv_tile& tile = view_.backward.tiles[t];
+      Entry entry{view_.partial[t], 0, -1, -1};
+      for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
+        const dualkv_run& run = view_.backward.runs[r];
+        ASSERT_GE(run.begin, entry.end_row) << "rows are visited in order";
+        entry.visits += (run.end - run.begin + spec_.query_tile - 1) / spec_.query_tile;
+        entry.first_row = entry.first_row < 0 ? run.begin : entry.first_row;
+        entry.end_row = run.end;
+      }
+      all += entry.visits;
+      entries[tile.begin].push_back(entry);
+    }
+    int32_t partials = 0;
+    for (auto& [begin, parts] : entries) {
+      SCOPED_TRACE("key tile at " + std::to_string(begin));
+      std::sort(parts.begin(), parts.end(),
+                [](const Entry& a, const Entry& b) { return a.partial < b.partial; });
+      int64_t visits = 0, fewest = INT64_MAX, most = 0;
+      for (const Entry& part : parts) {
+        visits += part.visits;
+        fewest = std::min(fewest, part.visits);
+        most = std::max(most, part.visits);
+      }
+      const int64_t limit = spec_.parts == 0 ? all : std::max<int64_t>(all / spec_.parts, 1);
+      if (visits <= limit) {
+        ASSERT_EQ(parts.size(), 1u) << "light enough to stay whole";
+        ASSERT_EQ(parts[0].partial, -1);
+        continue;
+      }
+      ASSERT_EQ(static_cast<int64_t>(parts.size()), (visits + limit - 1) / limit);
+      ASSERT_LE(most, limit);
+      ASSERT_LE(most - fewest, 1);
+      int32_t row = -1;
+      for (const Entry& part : parts) {
+        ASSERT_EQ(part.partial, partials++) << "of tiles and parts in the order of their rows";
+        ASSERT_GE(part.first_row, row);
+        row = part.end_row;
+      }
+    }
+    ASSERT_EQ(view_.num_partials, partials);
+    ASSERT_TRUE(partials < 2 * spec_.parts || partials == 0) << partials << " parts";
+  }
+
   void CheckTurns() {
     std::vector<int32_t> seen(view_.num_query_tiles, 0), first_row(view_.num_query_tiles, -1);
     for (int64_t t = 0; t < view_.backward.num_tiles; ++t) {
-      for (int32_t r = view_.backward.tiles[t].run_begin; r < view_.backward.tiles[t].run_end; ++r) {
+      const dualkv_tile& tile = view_.backward.tiles[t];
+      for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
         const dualkv_run& run = view_.backward.runs[r];
+        if (r > tile.run_begin) {
+          const dualkv_run& last = view_.backward.runs[r - 1];
+          ASSERT_TRUE(last.end < run.begin || last.masked != run.masked ||
+                      (last.end - last.begin) % spec_.query_tile != 0 || view_.turn[r - 1] != view_.turn[r])
+              << "one run in two";
+        }
         int64_t n = 0;
         for (int32_t q = run.begin; q < run.end; q += spec_.query_tile, ++n) {
           const int64_t query_tile = view_.first_query_tile[r] + n;
@@ -175,7 +249,7 @@ class PlanChecker {
           ASSERT_TRUE(first_row[query_tile] == -1 || first_row[query_tile] == q)
               << "one number for each query tile";
           first_row[query_tile] = q;
-          ASSERT_EQ(view_.turns[view_.turn_begin[r] + n], seen[query_tile]++);
+          ASSERT_EQ(view_.turn[r], seen[query_tile]++);
         }
       }
     }
@@ -194,8 +268,8 @@ class PlanChecker {
 
 void CheckPlan(const ForestSpec& forest, const PlanSpec& spec) {
   std::string trace = forest.ToString() + "; window " + std::to_string(spec.window_left) + ", tiles " +
-                      std::to_string(spec.query_tile) + " x " + std::to_string(spec.key_tile) +
-                      ", keys only:";
+                      std::to_string(spec.query_tile) + " x " + std::to_string(spec.key_tile) + ", parts " +
+                      std::to_string(spec.parts) + ", keys only:";
   for (const uint8_t flag : spec.keys_only) {
     trace += " " + std::to_string(flag);
   }
@@ -213,6 +287,7 @@ TEST(Plan, EverySmallForestIsCoveredExactlyOnce) {
           if (rng() % 4 == 0) {
             std::generate(spec.keys_only.begin(), spec.keys_only.end(), [&] { return rng() % 2; });
           }
+          spec.parts = rng() % 2 == 0 ? 0 : static_cast<int32_t>(1 + rng() % 6);
           CheckPlan(forest, spec);
           if (::testing::Test::HasFatalFailure()) {
             return;
@@ -224,7 +299,7 @@ TEST(Plan, EverySmallForestIsCoveredExactlyOnce) {
 }
 
 TEST(Plan, RandomLargeForestsAreCoveredExactlyOnce) {
-  for (uint64_t seed = 0; seed < 60; ++seed) {
+  for (uint64_t seed = 0; seed < 80; ++seed) {
     std::mt19937_64 rng(seed);
     SCOPED_TRACE("seed " + std::to_string(seed));
     const ForestSpec forest = RandomForest(rng, 30, seed % 3 == 0 ? 150 : 40);
@@ -234,6 +309,8 @@ TEST(Plan, RandomLargeForestsAreCoveredExactlyOnce) {
     if (rng() % 3 == 0) {
       std::generate(spec.keys_only.begin(), spec.keys_only.end(), [&] { return rng() % 3 == 0; });
     }
+    const int32_t parts[] = {0, 1, 3, 17, 132, 65536};
+    spec.parts = parts[rng() % 6];
     CheckPlan(forest, spec);
     if (HasFatalFailure()) {
       return;
@@ -261,6 +338,29 @@ TEST(Plan, UnmaskedWorkDominatesAGroup) {
   EXPECT_GT(unmasked, 15 * masked);
 }
 
+TEST(Plan, TurnsOfALongSequenceCutNoRuns) {
+  auto params = Params<dualkv_plan_params>();
+  const Forest forest = Forest::FromGroups({{1 << 18, {}}});
+  params.forest = forest.get();
+  params.window_left = DUALKV_NO_WINDOW;
+  const Plan plan(params);
+  const dualkv_plan_view view = plan.View();
+  EXPECT_EQ(view.backward.num_runs, 2 * view.backward.num_tiles - 1) << "the wedge and all rows behind it";
+}
+
+TEST(Plan, AGroupsPromptIsCutForAMachineOfManyProcessors) {
+  auto params = Params<dualkv_plan_params>();
+  const Forest forest = Forest::FromGroups({{256, std::vector<int64_t>(16, 512)}});
+  params.forest = forest.get();
+  params.window_left = DUALKV_NO_WINDOW;
+  params.backward_parts = 8;
+  const Plan plan(params);
+  const dualkv_plan_view view = plan.View();
+  // 132 + 130 query tiles see the prompt's two key tiles, 8 + 6 + 4 + 2 those of each response: 582, 72 each.
+  EXPECT_EQ(view.num_partials, 4);
+  EXPECT_EQ(view.backward.num_tiles, 4 + 16 * 4);
+}
+
 TEST(Plan, RefusesBadParameters) {
   const Forest forest = Forest::FromGroups({{3, {1}}});
   dualkv_plan* plan = nullptr;
@@ -276,6 +376,15 @@ TEST(Plan, RefusesBadParameters) {
   params.backward_key_tile = 65537;
   ExpectInvalid(dualkv_plan_create(&params, &plan), {"backward_key_tile", "65537"});
   params.backward_key_tile = 0;
+  for (const int32_t parts : {-1, 65537}) {
+    params.backward_parts = parts;
+    ExpectInvalid(dualkv_plan_create(&params, &plan),
+                  {"backward_parts must be 0 to 65536, got", std::to_string(parts).c_str()});
+  }
+  params.backward_parts = 0;
+  params.reserved = 5;
+  ExpectInvalid(dualkv_plan_create(&params, &plan), {"reserved must be 0, got 5"});
+  params.reserved = 0;
   ExpectInvalid(dualkv_plan_create(&params, nullptr), {"plan", "NULL"});
   ExpectInvalid(dualkv_plan_create(nullptr, &plan), {"params", "NULL"});
   params.size = 1;

@@ -15,7 +15,7 @@ from dualkv._tensors import aligned_heads
 from dualkv.forest import _cached_plan, plan, tile_sizes
 
 FOREST = dualkv.SegmentForest.from_groups([150, 20], [[70, 0, 1], [90, 33]])
-TILES = (128, 64, 64, 128)
+TILES = (128, 64, 64, 128, 5)
 
 
 def has_cuda_kernels() -> bool:
@@ -33,14 +33,24 @@ def test_tile_sizes_of_the_cpu_are_those_that_a_plan_has_without_any():
     tiles = tile_sizes(_abi.CPU, 4, 2, 64)
     default, chosen = (view_of(plan(FOREST.segments, _abi.NO_WINDOW, 0, t)) for t in ((), tiles))
     for schedule in (default.forward, default.backward, chosen.forward, chosen.backward):
-        assert (schedule.query_tile, schedule.key_tile) == tiles[:2] == tiles[2:]
+        assert (schedule.query_tile, schedule.key_tile) == tiles[:2] == tiles[2:4]
+    assert tiles[4] == 0, "key tiles stay whole"
 
 
 def test_tile_sizes_of_cuda_are_those_of_its_kernels_or_say_that_there_are_none():
     if has_cuda_kernels():
-        for heads, kv_heads, dim in ((1, 1, 8), (14, 2, 64), (32, 1, 128)):
-            tiles = tile_sizes(_abi.CUDA, heads, kv_heads, dim)
-            assert len(tiles) == 4 and all(1 <= tile <= 65536 for tile in tiles)
+        # Query rows of a tile: of heads that share keys, as many lie side by side as fill 15 of its 16ths.
+        for heads, kv_heads, dim, tiles in (
+            (1, 1, 8, (256, 64, 64, 192, 264)),
+            (14, 2, 64, (36, 64, 9, 192, 132)),
+            (32, 8, 128, (48, 64, 16, 128, 33)),
+            (28, 4, 128, (27, 64, 9, 128, 66)),
+            (40, 8, 128, (38, 64, 12, 128, 33)),
+            (56, 4, 128, (13, 64, 9, 128, 66)),
+            (22, 2, 128, (17, 64, 64, 128, 132)),
+            (32, 1, 128, (12, 64, 4, 128, 264)),
+        ):
+            assert tile_sizes(_abi.CUDA, heads, kv_heads, dim) == tiles
     else:
         with pytest.raises(NotImplementedError, match="this build has no CUDA kernels: .*nvcc.* or move"):
             tile_sizes(_abi.CUDA, 1, 1, 64)
@@ -72,7 +82,8 @@ def test_plans_are_told_apart_by_their_tiles():
     arguments = (FOREST.segments, _abi.NO_WINDOW, 0)
     assert plan(*arguments, TILES) is plan(FOREST.segments.clone(), *arguments[1:], TILES)
     assert plan(*arguments, TILES) is not plan(*arguments)
-    assert plan(*arguments, TILES) is not plan(*arguments, (64, 128, 64, 128))
+    assert plan(*arguments, TILES) is not plan(*arguments, (64, 128, 64, 128, 0))
+    assert plan(*arguments, TILES) is not plan(*arguments, (*TILES[:4], 0))
 
 
 # ------------------------------------------------------------------------------------------------- images
@@ -100,14 +111,21 @@ class Image:
     """The parts of an image, as src/core/plan_image.h lays them out."""
 
     def __init__(self, data: bytes):
-        tiles, runs, cleared, positions = struct.unpack_from("<4Q", data)
-        num_tiles, num_cleared, self.total_tokens, self.window_left = struct.unpack_from("<4i", data, 32)
-        assert all(offset % 16 == 0 for offset in (tiles, runs, cleared, positions, len(data)))
-        self.tiles = [struct.unpack_from("<4i", data, tiles + 16 * n) for n in range(num_tiles)]
-        num_runs = max((end for *_, end in self.tiles), default=0)
-        self.runs = [struct.unpack_from("<8i", data, runs + 32 * n) for n in range(num_runs)]
-        self.cleared = [struct.unpack_from("<2i", data, cleared + 8 * n) for n in range(num_cleared)]
-        self.positions = list(struct.unpack_from(f"<{(len(data) - positions) // 4}i", data, positions))
+        offsets = struct.unpack_from("<7Q", data)
+        num_tiles, num_key_tiles, num_split, num_cleared, *rest = struct.unpack_from("<6i", data, 56)
+        self.total_tokens, self.window_left = rest
+        assert all(offset % 16 == 0 for offset in (*offsets, len(data)))
+
+        def part(place: int, count: int, words: int, stride: int) -> list[tuple[int, ...]]:
+            return [struct.unpack_from(f"<{words}i", data, offsets[place] + stride * n) for n in range(count)]
+
+        self.tiles = part(0, num_tiles, 4, 16)
+        self.runs = part(1, max((tile[3] for tile in self.tiles), default=0), 8, 32)
+        self.key_tiles = part(2, num_key_tiles, 10, 48)
+        self.query_runs = part(3, max((tile[3] for tile in self.key_tiles), default=0), 4, 16)
+        self.split_tiles = part(4, num_split, 4, 16)
+        self.cleared = part(5, num_cleared, 2, 8)
+        self.positions = [n for (n,) in part(6, (len(data) - offsets[6]) // 4, 1, 4)]
 
 
 def array(address, kind, count: int):
@@ -129,7 +147,7 @@ def fields(struct_) -> tuple[int, ...]:
     ],
     ids=["groups", "empty", "no rows", "tree"],
 )
-def test_an_image_holds_the_forward_schedule(forest, window_left):
+def test_an_image_holds_both_schedules(forest, window_left):
     schedule = plan(forest.segments, window_left, 0, TILES)
     view, image = view_of(schedule), Image(image_of(schedule))
     assert (image.total_tokens, image.window_left) == (forest.total_tokens, window_left)
@@ -138,6 +156,20 @@ def test_an_image_holds_the_forward_schedule(forest, window_left):
     segments = array(view.segments, _abi.dualkv_segment, view.num_segments)
     runs = array(view.forward.runs, _abi.dualkv_run, view.forward.num_runs)
     assert image.runs == [(r.begin, r.end, r.masked, *fields(segments[r.segment])) for r in runs]
+    parts = array(view.partial, ctypes.c_int32, view.backward.num_tiles)
+    tiles = array(view.backward.tiles, _abi.dualkv_tile, view.backward.num_tiles)
+    assert [(*tile[:4], tile[9]) for tile in image.key_tiles] == [
+        (*fields(tile), part) for tile, part in zip(tiles, parts)
+    ]
+    for begin, end, _, _, *segment, _ in image.key_tiles:
+        assert tuple(segment) in map(fields, segments) and segment[0] <= begin < end <= segment[1]
+    turns = array(view.turn, ctypes.c_int32, view.backward.num_runs)
+    runs = array(view.backward.runs, _abi.dualkv_run, view.backward.num_runs)
+    assert image.query_runs == [(r.begin, r.end, r.masked, turn) for r, turn in zip(runs, turns)]
+    rows_of_parts = sorted((part, tile.begin, tile.end) for tile, part in zip(tiles, parts) if part >= 0)
+    assert rows_of_parts == [
+        (part, begin, end) for begin, end, *parts in image.split_tiles for part in range(*parts)
+    ]
     assert image.cleared == []
     if window_left != _abi.NO_WINDOW:
         assert image.positions[: forest.total_tokens] == forest.position_ids().tolist()
