@@ -56,7 +56,9 @@ def c_forest(forest: dualkv.SegmentForest) -> Handle:
     )
 
 
-def read_plan(forest: dualkv.SegmentForest, tile_size: int, window_left: int | None = None) -> Plan:
+def read_plan(
+    forest: dualkv.SegmentForest, tile_size: int, window_left: int | None = None, backward_parts: int = 0
+) -> Plan:
     """The library's plan with square tiles, every run cut into its tiles."""
     handle = c_forest(forest)
     params = _abi.dualkv_plan_params(
@@ -66,6 +68,7 @@ def read_plan(forest: dualkv.SegmentForest, tile_size: int, window_left: int | N
         forward_key_tile=tile_size,
         backward_query_tile=tile_size,
         backward_key_tile=tile_size,
+        backward_parts=backward_parts,
     )
     plan = Handle(library.dualkv_plan_create, library.dualkv_plan_destroy, ctypes.byref(params))
     view = _abi.dualkv_plan_view()

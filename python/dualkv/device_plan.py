@@ -43,13 +43,14 @@ class DevicePlan:
         forest: the forest to load first.
         num_heads: H of the calls that use the plan.
         num_kv_heads: Hk.
-        head_dim: D. Plans depend on H, Hk and D only by the kernels' tile sizes: calls with other dimensions
-            are served if these agree.
+        head_dim: D. Plans depend on H, Hk and D only by the kernels' tile sizes and the backward's parts:
+            calls with other dimensions are served if these agree.
         window_left: that of the calls, as in `dualkv.attention`.
         max_tokens: forest's rows if None.
         max_bytes: that of forest if None. An image takes 16 bytes for each query tile and some 32 for each
-            segment that the tile sees: 16 bytes a row are enough for groups of responses of 100 tokens or
-            more, and 24 with a window.
+            segment that the tile sees, 48 for each key tile of the backward and 16 for each of its runs:
+            16 bytes a row and 64 KiB are enough for groups of responses of 100 tokens or more. With a window
+            it is 24 bytes a row, and one more for each 1,024 tokens of the window.
         device: a CUDA device.
 
     Raises:
@@ -133,7 +134,7 @@ class DevicePlan:
         if tiles != self._tiles:
             raise ValueError(
                 f"{q.shape[1]} heads, {k.shape[1]} KV heads and head dim {q.shape[2]} need a DevicePlan that "
-                f"was made for them: their tiles are {tiles}, those of this one {self._tiles}"
+                f"was made for them: their tiles and parts are {tiles}, those of this one {self._tiles}"
             )
         self._memory.used_by(stream)
         return self._plan

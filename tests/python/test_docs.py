@@ -65,15 +65,16 @@ def test_every_picture_is_shown():
         assert re.search(rf"!\[[^\]]+\]\((docs/)?{re.escape(name)}\)", text), name
 
 
+@pytest.mark.parametrize("backward_parts", [0, 7])
 @pytest.mark.parametrize("window_left", [None, 6])
 @pytest.mark.parametrize("forest", [draw_plans.GROUP, draw_plans.TREE], ids=["group", "tree"])
-def test_plans_are_drawn_as_they_are(forest, window_left):
+def test_plans_are_drawn_as_they_are(forest, window_left, backward_parts):
     """Each visible pair lies in one tile of either schedule, unmasked tiles hide none, and turns count the
     visits to a query tile."""
     mask = draw_plans.visible(forest, window_left)
     assert sum(map(sum, mask)) == forest.visible_pairs(window_left)
     pairs = {(i, j) for i, row in enumerate(mask) for j, seen in enumerate(row) if seen}
-    plan = draw_plans.read_plan(forest, 4, window_left)
+    plan = draw_plans.read_plan(forest, 4, window_left, backward_parts)
     for visits in (plan.forward, plan.backward):
         covered = [(i, j) for visit in visits for i in visit.queries for j in visit.keys]
         assert len(covered) == len(set(covered))
