@@ -67,6 +67,7 @@ PlanPointer MakePlan(Input& input, const dualkv_forest* forest) {
                         &params.backward_key_tile}) {
     *tile = input.Enum(70);
   }
+  params.backward_parts = input.Range(0, 3) == 3 ? input.Enum(300) : 0;
   dualkv_plan* plan = nullptr;
   Check(Succeeded(dualkv_plan_create(&params, &plan)) == (plan != nullptr),
         "a plan is made if the call succeeds");
@@ -81,6 +82,8 @@ void CallTilesAndImage(Input& input, const dualkv_plan* plan) {
                                params.backward_key_tile}) {
       Check(tile >= 1 && tile <= 65536, "a plan can have the tiles of a device");
     }
+    Check(params.backward_parts >= 0 && params.backward_parts <= 65536,
+          "a plan can have the parts of a device");
   }
   size_t bytes = 0;
   if (!Succeeded(dualkv_plan_image_bytes(plan, input.Rarely() ? nullptr : &bytes))) {

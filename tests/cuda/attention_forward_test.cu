@@ -280,7 +280,7 @@ TEST_F(CudaAttention, EveryHeadDimIsRight) {
 
 TEST_F(CudaAttention, EveryRatioOfHeadsIsRight) {
   const ForestSpec forest{{100, 30, 0, 90}, {-1, 0, 0, 0}};
-  for (const int64_t ratio : {1, 2, 3, 4, 5, 7, 8, 12, 16, 32}) {
+  for (const int64_t ratio : {1, 2, 3, 4, 5, 7, 8, 10, 12, 14, 15, 16, 32}) {
     for (const int64_t dim : {64, 128}) {
       const AttentionOptions options{
           .num_heads = 2 * ratio, .num_kv_heads = 2, .head_dim = dim, .scale = 1 / std::sqrt(dim)};
