@@ -20,7 +20,6 @@ from ._tensors import (
     aligned_heads,
     cast_for_autocast,
     dense_last_dim,
-    no_cuda_kernels,
     number,
     require_dimensions,
     require_same_device,
@@ -67,21 +66,25 @@ def attention(
         softcap: c > 0 makes the scores c * tanh(score / c); 0 does not.
         sinks: [H], any floating point type: one extra logit a head, which takes part in the softmax and has
             no value.
-        deterministic: asks for gradients with the same bits in every run. The CPU's always have them.
+        deterministic: asks for gradients with the same bits in every run; so does
+            torch.use_deterministic_algorithms(True) when the backward is called. The CPU's always have them,
+            and so have those of k, v and sinks on CUDA. That of q is there a sum of float32 numbers in any
+            order otherwise; in order it takes longer, and up to 4 bytes more for each row and head.
         return_lse: also return the log-sum-exp of each row's scores.
 
     Returns:
         out [T, H, D] in q's type; with return_lse, (out, lse): lse [H, T], the natural log of the sum of
         exp(score), the sink's included, -inf for padding. It is float32, and float64 for float64 inputs: the
         backward pass recovers the probabilities from it, and a float32 lse would cost float64 gradients half
-        of their digits. Both are differentiable, once.
+        of their digits. Both are differentiable, once. On CUDA the backward rounds the probabilities to q's
+        type before it uses them, for the gradients of q and k too.
 
     Raises:
         ValueError: shapes, devices or values that do not fit; the message names the argument and the values.
         TypeError: q, k and v of different or unsupported types.
         NotImplementedError: there are no kernels for these tensors. On CUDA there are, in a build that has
-            found nvcc, for GPUs of compute capability 9.0, bfloat16 and float16, head dims that are multiples
-            of 8 up to 128, and the forward pass.
+            found nvcc, for GPUs of compute capability 9.0, bfloat16 and float16, and head dims that are
+            multiples of 8 up to 128.
         RuntimeError: a CUDA graph is being captured and `forest` is no DevicePlan.
     """
     require_tensors(q=q, k=k, v=v)
@@ -199,14 +202,6 @@ torch.library.define(
     f"Tensor lse, {_OPTIONS}, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     tags=_TAGS,
 )
-torch.library.impl(
-    "dualkv::attention_backward",
-    "cuda",
-    no_cuda_kernels(
-        "the backward pass of dualkv.attention",
-        "wrap the call in torch.no_grad(), or move the tensors to the CPU",
-    ),
-)
 
 
 @torch.library.register_fake("dualkv::attention_forward")
@@ -229,29 +224,12 @@ def _attention_forward(q, k, v, sinks, segments, *options):
     return out, lse
 
 
-# Not as a decorator: before torch 2.12 that returns nothing, and the function is called below too.
-torch.library.impl("dualkv::attention_forward", "cpu", _attention_forward)
-
-_CUDA_DTYPES = (torch.bfloat16, torch.float16)
-
-
-@torch.library.impl("dualkv::attention_forward", "cuda")
-def _attention_forward_on_cuda(q, k, v, sinks, segments, *options):
-    require_same_device(q=q, k=k, v=v, sinks=sinks, forest=segments if segments.is_cuda else None)
-    if q.dtype not in _CUDA_DTYPES:
-        supported = " or ".join(map(str, _CUDA_DTYPES))
-        raise NotImplementedError(f"on CUDA, q, k and v must be {supported}, got {q.dtype}")
-    with torch.cuda.device(q.device):  # the C library launches on the current device
-        return _attention_forward(q, k, v, sinks, segments, *options)
-
-
-@torch.library.impl("dualkv::attention_backward", "cpu")
 def _attention_backward(dout, dlse, q, k, v, sinks, segments, out, lse, *options_and_deterministic):
     *options, deterministic = options_and_deterministic
     dq, dk, dv, dsinks = _new_gradients(dout, dlse, q, k, v, sinks, segments, out, lse)
     require_same_shape(out=out, dout=dout)
     require_same_shape(lse=lse, dlse=dlse)
-    dout = dense_last_dim(dout.to(q.dtype))
+    dout = _readable(dout.to(q.dtype))
     dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
     call = _Call(q, k, v, sinks, segments, out, lse, *options)
     params = _abi.dualkv_attention_backward_params(
@@ -262,24 +240,57 @@ def _attention_backward(dout, dlse, q, k, v, sinks, segments, out, lse, *options
         dk=rows_of_heads(dk),
         dv=rows_of_heads(dv),
         dsinks=None if sinks is None else address(dsinks),
-        deterministic=deterministic,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        any_plan=segments.is_cuda,  # a DevicePlan: a graph that captures the call keeps the workspace too
     )
     workspace_bytes = ctypes.c_size_t()
     library.dualkv_attention_backward_workspace(ctypes.byref(params), ctypes.byref(workspace_bytes))
     # torch aligns every allocation to at least the 64 bytes that the library asks for.
-    workspace = torch.empty(workspace_bytes.value, dtype=torch.uint8, device="cpu")
+    workspace = torch.empty(workspace_bytes.value, dtype=torch.uint8, device=q.device)
     params.workspace, params.workspace_bytes = address(workspace), workspace.numel()
     library.dualkv_attention_backward(ctypes.byref(params))
     return dq, dk, dv, dsinks
+
+
+# Not as decorators: before torch 2.12 those return nothing, and the functions are called below too.
+torch.library.impl("dualkv::attention_forward", "cpu", _attention_forward)
+torch.library.impl("dualkv::attention_backward", "cpu", _attention_backward)
+
+
+@torch.library.impl("dualkv::attention_forward", "cuda")
+def _attention_forward_on_cuda(q, k, v, sinks, segments, *options):
+    with _cuda_device(segments, q=q, k=k, v=v, sinks=sinks):
+        return _attention_forward(q, k, v, sinks, segments, *options)
+
+
+@torch.library.impl("dualkv::attention_backward", "cuda")
+def _attention_backward_on_cuda(dout, dlse, q, k, v, sinks, segments, out, lse, *options):
+    with _cuda_device(segments, q=q, k=k, v=v, sinks=sinks, out=out, lse=lse, dout=dout, dlse=dlse):
+        return _attention_backward(dout, dlse, q, k, v, sinks, segments, out, lse, *options)
+
+
+_CUDA_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def _cuda_device(segments, q, **others) -> torch.cuda.device:
+    """Makes the tensors' device the current one, on which the C library launches."""
+    require_same_device(q=q, **others, forest=segments if segments.is_cuda else None)
+    if q.dtype not in _CUDA_DTYPES:
+        supported = " or ".join(map(str, _CUDA_DTYPES))
+        raise NotImplementedError(f"on CUDA, q, k and v must be {supported}, got {q.dtype}")
+    return torch.cuda.device(q.device)
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x where the kernels of its device can read it."""
+    return aligned_heads(x) if x.is_cuda else dense_last_dim(x)
 
 
 class _Call:
     """Parameters of a call to the C library, with what they point to kept alive."""
 
     def __init__(self, q, k, v, sinks, segments, out, lse, scale, window_left, softcap, query_row_begin):
-        readable = aligned_heads if q.is_cuda else dense_last_dim
-        q, k, v = readable(q), readable(k), readable(v)
-        out = dense_last_dim(out)
+        q, k, v, out = _readable(q), _readable(k), _readable(v), _readable(out)
         sinks = None if sinks is None else sinks.contiguous()
         lse = lse.contiguous()
         if q.is_cuda:

@@ -26,6 +26,7 @@ class DevicePlan:
                                  max_bytes=1 << 20)
         with torch.cuda.graph(graph):
             out = dualkv.attention(q, k, v, slot)      # q, k and v have slot.max_tokens rows or more
+            gradients = torch.autograd.grad(out, (q, k, v), dout)
         slot.load(next_forest)
         q.copy_(..)                                    # rows past next_forest's may hold anything
         graph.replay()                                 # their results are 0
@@ -88,7 +89,9 @@ class DevicePlan:
     def load(self, forest: SegmentForest) -> None:
         """Puts the plan of another forest in place of the one loaded before.
 
-        The copy is ordered on the current stream, as a kernel would be, and not waited for.
+        The copy is ordered on the current stream, as a kernel would be, and not waited for. A forward that
+        was called before it cannot be differentiated any more, unless both are in a graph; nor may gradient
+        checkpointing compute it again.
 
         Raises:
             TypeError: it is no SegmentForest.

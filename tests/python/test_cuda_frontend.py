@@ -355,17 +355,6 @@ def test_under_autocast():
 # ------------------------------------------------------------------------------------------------ refusals
 
 
-def test_the_backward_pass_is_refused_with_what_to_do():
-    inputs = [x.requires_grad_() for x in tensors()]
-    out = dualkv.attention(*inputs, FOREST)
-    with pytest.raises(
-        NotImplementedError, match=r"backward pass .* wrap the call in torch.no_grad\(\), or move"
-    ):
-        out.sum().backward()
-    with torch.no_grad():
-        assert torch.equal(dualkv.attention(*inputs, FOREST), out)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_types_without_kernels_are_refused(dtype):
     with pytest.raises(NotImplementedError, match=f"must be torch.bfloat16 or torch.float16, got {dtype}"):
