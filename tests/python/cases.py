@@ -7,8 +7,6 @@ import torch
 import dualkv
 from reference import results
 
-WIDE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def attend(inputs, forest, dout, dlse=None, sinks=None, **options):
     return results(
@@ -31,13 +29,18 @@ def assert_same_bits(found: dict, expected: dict, message="") -> None:
         assert torch.equal(*same), f"{name}; {message}"
 
 
-def normal(rows, q_heads, kv_heads, dim, dtype, seed=0, scale=1.0):
-    """Normal q, k, v and dout."""
+def normal(rows, q_heads, kv_heads, dim, dtype, seed=0, scale=1.0, device="cpu"):
+    """Normal q, k, v and dout, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(rows, heads, dim, generator=generator) * scale).to(dtype)
+        (torch.randn(rows, heads, dim, generator=generator) * scale).to(device, dtype)
         for heads in (q_heads, kv_heads, kv_heads, q_heads)
     ]
+
+
+def draw(*shape, dtype, device, seed=0) -> torch.Tensor:
+    """Normal values, the same on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 class ThreeAndTwoAndOne:
@@ -47,15 +50,15 @@ class ThreeAndTwoAndOne:
     lse = torch.tensor([0, 0.693147, 1.098612, 1.386294, 1.609438, 1.386294])
     dv = torch.tensor([2.533333, 1.533333, 1.033333, 0.45, 0.2, 0.25])
 
-    def __init__(self, responses=(2, 1), dtype=torch.float32, dim=8):
+    def __init__(self, responses=(2, 1), dtype=torch.float32, dim=8, device="cpu"):
         self.forest = dualkv.SegmentForest.from_groups([3], [list(responses)])
         values = torch.tensor([1.0, 2, 3, 4, 5, 10])
         self.inputs = [
-            torch.zeros(6, 1, dim, dtype=dtype),
-            torch.randn(6, 1, dim, generator=torch.Generator().manual_seed(0)).to(dtype),
-            values.view(6, 1, 1).expand(6, 1, dim).contiguous().to(dtype),
+            torch.zeros(6, 1, dim, dtype=dtype, device=device),
+            draw(6, 1, dim, dtype=dtype, device=device),
+            values.view(6, 1, 1).expand(6, 1, dim).contiguous().to(device, dtype),
         ]
-        self.dout = torch.ones(6, 1, dim, dtype=dtype)
+        self.dout = torch.ones(6, 1, dim, dtype=dtype, device=device)
 
     def check_forward(self, found):
         assert torch.equal(found["out"].float().cpu(), self.out.view(6, 1, 1).expand(found["out"].shape))
@@ -66,5 +69,5 @@ class ThreeAndTwoAndOne:
         dtype = found["out"].dtype
         rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
         dv = self.dv.view(6, 1, 1).expand(found["dv"].shape)
-        torch.testing.assert_close(found["dv"].float(), dv, rtol=1e-6 + rounding, atol=1e-6)
+        torch.testing.assert_close(found["dv"].float().cpu(), dv, rtol=1e-6 + rounding, atol=1e-6)
         assert torch.equal(found["dk"], torch.zeros_like(found["dk"]))

@@ -27,6 +27,24 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
+# Cases with known answers run on the CPU with these, and again with those of test_cuda_cases.py.
+
+
+@pytest.fixture
+def device():
+    return torch.device("cpu")
+
+
+@pytest.fixture(params=(torch.float32, torch.bfloat16, torch.float16), ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=(torch.float64, torch.float32, torch.bfloat16, torch.float16), ids=str)
+def every_dtype(request):
+    return request.param
+
+
 @pytest.fixture
 def gpu():
     """The device; skips the test where the CUDA kernels cannot run. Not a marker, which would start CUDA in

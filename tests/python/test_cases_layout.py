@@ -1,5 +1,7 @@
 """Cases of memory layout, sizes and repetition: C offsets past 2^31, E strides and alignment, F head counts and
-head sizes, G the same bits in every run. The same names stand in test_attention_cases.py."""
+head sizes, G the same bits in every run. The same names stand in test_attention_cases.py.
+
+test_cuda_cases.py runs some of them again on a GPU, with a `device` and a `dtype` of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import dualkv
-from cases import WIDE_AND_HALF, assert_same_bits, attend, normal
+from cases import assert_same_bits, attend, normal
 from reference import assert_right
 
 
@@ -55,23 +57,22 @@ def test_C1_offsets_past_2_31_in_hidden_states():
     assert_same_bits(logprob_gradients(columns, weight, rows, targets), expected)
 
 
-def test_D2_a_negative_window_is_refused():
-    q, k, v, _ = normal(6, 1, 1, 8, torch.float32)
+def test_D2_a_negative_window_is_refused(dtype, device):
+    q, k, v, _ = normal(6, 1, 1, 8, dtype, device=device)
     forest = dualkv.SegmentForest.from_groups([3], [[2, 1]])
     for window_left in (-1, -(2**31), -(2**63)):
         with pytest.raises(ValueError, match=f"window_left must be >= 0, .* got {window_left}"):
             dualkv.attention(q, k, v, forest, window_left=window_left)
 
 
-@pytest.mark.parametrize("dtype", WIDE_AND_HALF)
-def test_E2_keys_and_values_of_prompt_and_responses_each_of_a_layout_of_their_own(dtype):
+def test_E2_keys_and_values_of_prompt_and_responses_each_of_a_layout_of_their_own(dtype, device):
     prompt, cu, heads, kv_heads, dim = 65, [0, 33, 34], 4, 2, 64
-    q, k, v, dout = normal(prompt + 34, heads, kv_heads, dim, dtype)
+    q, k, v, dout = normal(prompt + 34, heads, kv_heads, dim, dtype, device=device)
     inputs = [q[prompt:], k[:prompt], v[:prompt], k[prompt:], v[prompt:]]
     dout = dout[prompt:]
-    fused = torch.full((prompt, 3 * kv_heads * dim), float("nan"), dtype=dtype)
+    fused = torch.full((prompt, 3 * kv_heads * dim), float("nan"), dtype=dtype, device=device)
     value_columns = fused[:, 2 * kv_heads * dim :].view(prompt, kv_heads, dim)
-    every_second = torch.full((34, 2 * kv_heads, dim), float("nan"), dtype=dtype)[:, ::2]
+    every_second = torch.full((34, 2 * kv_heads, dim), float("nan"), dtype=dtype, device=device)[:, ::2]
     laid_out = [
         inputs[0].permute(2, 1, 0).contiguous().permute(2, 1, 0),
         inputs[1],
@@ -89,55 +90,51 @@ def test_E2_keys_and_values_of_prompt_and_responses_each_of_a_layout_of_their_ow
         assert torch.equal(found, right)
 
 
-@pytest.mark.parametrize("dtype", (*WIDE_AND_HALF, torch.float64))
-@pytest.mark.parametrize("row_padding", [0, 1])
-def test_E3_storage_offset_of_one_element(dtype, row_padding):
-    """Rows of H * D or H * D + 1 elements from the second element of a flat buffer on, dout included."""
+@pytest.mark.parametrize("row_padding", [0, 1, 8])
+@pytest.mark.parametrize("offset", [1, 8])
+def test_E3_any_storage_offset_and_row_stride(offset, row_padding, every_dtype, device):
+    """Rows of H * D elements or some more from any element of a flat buffer on, dout included."""
     forest = dualkv.SegmentForest.from_groups([65], [[33, 1]])
     rows, dim = forest.total_tokens, 64
-    tensors = normal(rows, 4, 2, dim, dtype)
-    misaligned = []
+    tensors = normal(rows, 4, 2, dim, every_dtype, device=device)
+    laid_out = []
     for x in tensors:
         heads = x.shape[1]
         row_stride = heads * dim + row_padding
-        flat = torch.full((1 + rows * row_stride,), float("nan"), dtype=dtype)
-        misaligned.append(flat.as_strided(x.shape, (row_stride, dim, 1), 1).copy_(x))
-        assert misaligned[-1].data_ptr() % 16 == dtype.itemsize
+        flat = torch.full((offset + rows * row_stride,), float("nan"), dtype=every_dtype, device=device)
+        laid_out.append(flat.as_strided(x.shape, (row_stride, dim, 1), offset).copy_(x))
     expected = attend(tensors[:3], forest, tensors[3])
-    assert_same_bits(attend(misaligned[:3], forest, misaligned[3]), expected)
+    assert_same_bits(attend(laid_out[:3], forest, laid_out[3]), expected)
 
 
-@pytest.mark.parametrize("dtype", (*WIDE_AND_HALF, torch.float64))
-def test_E3_hidden_states_and_weight_at_a_storage_offset_of_one_element(dtype):
+def test_E3_hidden_states_and_weight_at_a_storage_offset_of_one_element(every_dtype):
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(n, 48, generator=generator).to(dtype) for n in (33, 40)]
+    tensors = [torch.randn(n, 48, generator=generator).to(every_dtype) for n in (33, 40)]
     rows, targets = torch.tensor([32, 0, 5]), torch.tensor([39, 0, 17])
     misaligned = []
     for x in tensors:
-        flat = torch.full((1 + len(x) * 49,), float("nan"), dtype=dtype)
+        flat = torch.full((1 + len(x) * 49,), float("nan"), dtype=every_dtype)
         misaligned.append(flat.as_strided(x.shape, (49, 1), 1).copy_(x))
     expected = logprob_gradients(*tensors, rows, targets)
     assert_same_bits(logprob_gradients(*misaligned, rows, targets), expected)
 
 
-@pytest.mark.parametrize("dtype", WIDE_AND_HALF)
 @pytest.mark.parametrize("heads, kv_heads", [(12, 2), (14, 2), (21, 7), (7, 1), (32, 1), (1, 1)])
-def test_F1_any_number_of_query_heads_for_a_kv_head(heads, kv_heads, dtype):
+def test_F1_any_number_of_query_heads_for_a_kv_head(heads, kv_heads, dtype, device):
     forest = dualkv.SegmentForest.from_groups([66], [[1, 17]])
-    *inputs, dout = normal(forest.total_tokens, heads, kv_heads, 32, dtype)
+    *inputs, dout = normal(forest.total_tokens, heads, kv_heads, 32, dtype, device=device)
     found = attend(inputs, forest, dout)
     assert_right(found, inputs, forest, None, dout, None, "seed 0", scale=32**-0.5)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(33, 2), (3, 2), (2, 3)])
-def test_F1_heads_that_are_no_multiple_are_refused(heads, kv_heads):
+def test_F1_heads_that_are_no_multiple_are_refused(heads, kv_heads, dtype, device):
     forest = dualkv.SegmentForest.from_groups([66], [[1, 17]])
-    q, k, v, _ = normal(forest.total_tokens, heads, kv_heads, 32, torch.float32)
+    q, k, v, _ = normal(forest.total_tokens, heads, kv_heads, 32, dtype, device=device)
     with pytest.raises(ValueError, match=f"multiple of the heads of k and v, got {heads} and {kv_heads}"):
         dualkv.attention(q, k, v, forest)
 
 
-@pytest.mark.parametrize("dtype", WIDE_AND_HALF)
 @pytest.mark.parametrize("dim", [7, 8, 40, 72, 80, 96, 112, 136, 192, 256, 512])
 def test_F2_any_head_size(dim, dtype):
     forest = dualkv.SegmentForest.from_groups([65], [[33, 1]])
@@ -195,8 +192,8 @@ def test_G1_beside_a_busy_second_thread(threads):
         other.join()
 
 
-def test_G4_many_short_responses():
+def test_G4_many_short_responses(device):
     forest = dualkv.SegmentForest.from_groups([5], [[1 + n % 3 for n in range(200)]])
-    *inputs, dout = normal(forest.total_tokens, 2, 1, 64, torch.bfloat16)
+    *inputs, dout = normal(forest.total_tokens, 2, 1, 64, torch.bfloat16, device=device)
     found = attend(inputs, forest, dout)
     assert_right(found, inputs, forest, None, dout, None, "seed 0", scale=64**-0.5)
