@@ -449,6 +449,57 @@ typedef struct dualkv_linear_logprob_backward_params {
 /* Gradients; the same bits for any number of threads. */
 DUALKV_API dualkv_status dualkv_linear_logprob_backward(const dualkv_linear_logprob_backward_params* params);
 
+/* On CUDA the products are the caller's, who has a library for them. A chunk of logits is that of R rows,
+ * each with other hidden states, and of some entries of the vocabulary:
+ *
+ *   forward    for each chunk: logits = hidden . weight^T (float), dualkv_linear_logprob_chunk_forward
+ *   backward   for each chunk: the same logits, dualkv_linear_logprob_chunk_backward, which turns them into
+ *              dlogits, then dhidden += dlogits . weight and dweight = dlogits^T . hidden
+ *
+ * In the forward the chunks of a row come in the order of the vocabulary, from entry 0 to the last. Pointers
+ * are to memory of the current device, and what it holds is not checked. One kernel is launched on `stream`;
+ * nothing is allocated and nothing is waited for. The same input gives the same bits. */
+typedef struct dualkv_linear_logprob_chunk_params {
+  uint32_t size;
+  uint32_t version;
+  int32_t device;               /* DUALKV_CUDA, with compute capability 9.0 */
+  int32_t dtype;                /* dualkv_dtype of hidden, weight, bias and dlogits: any but DUALKV_FLOAT64 */
+  int64_t num_rows;             /* R */
+  int64_t vocab_size;           /* V */
+  int64_t vocab_begin;          /* the chunk's first entry of the vocabulary */
+  int64_t vocab_count;          /* and how many it has, at most 2^30 */
+  float* logits;                /* [R, vocab_count], aligned to 16 bytes. The forward leaves it as it is */
+  int64_t logits_row_stride;    /* >= vocab_count, a multiple of 4 */
+  const void* bias;             /* [V] contiguous, or NULL */
+  double temperature;           /* finite, > 0 */
+  double softcap;               /* c > 0 makes logits c * tanh(logit / c); 0 does not */
+  const int64_t* target_ranges; /* [R, 2]: for each row the first of its targets in the next two arrays, and
+                                   the first that is not one of them any more. A row may have none */
+  const int64_t* targets;       /* 0 to V - 1, ascending within a row. Any other has a log-prob of NaN */
+  const int64_t* target_index;  /* for each target its m, the place in the arrays [M] that follow */
+  float* statistics;            /* [R, 3]: what the forward hands on from one chunk of a row to the next */
+  float* logprob;               /* [M]: complete after a row's last chunk; unused by the backward */
+  float* entropy;               /* [M]: written by the forward, read by the backward, as lse is */
+  float* lse;                   /* [M] */
+  void* stream;                 /* the cudaStream_t to launch on, of the current device; NULL: the default */
+} dualkv_linear_logprob_chunk_params;
+
+DUALKV_API dualkv_status
+dualkv_linear_logprob_chunk_forward(const dualkv_linear_logprob_chunk_params* params);
+
+typedef struct dualkv_linear_logprob_chunk_backward_params {
+  uint32_t size;
+  uint32_t version;
+  dualkv_linear_logprob_chunk_params forward; /* as in the forward call; statistics is unused */
+  const float* dlogprob;                      /* [M], or NULL for zeros */
+  const float* dentropy;                      /* [M], or NULL for zeros */
+} dualkv_linear_logprob_chunk_backward_params;
+
+/* Writes dlogits [R, vocab_count] of dtype in place of the logits: the gradient with respect to the products
+ * hidden . weight^T. Row r starts where its logits did. Rows without targets get 0. */
+DUALKV_API dualkv_status
+dualkv_linear_logprob_chunk_backward(const dualkv_linear_logprob_chunk_backward_params* params);
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

@@ -65,6 +65,15 @@ inline dualkv_linear_logprob_backward_params Params() {
   return params;
 }
 
+template <>
+inline dualkv_linear_logprob_chunk_backward_params Params() {
+  dualkv_linear_logprob_chunk_backward_params params{};
+  params.size = sizeof(params);
+  params.version = DUALKV_ABI_VERSION;
+  params.forward = Params<dualkv_linear_logprob_chunk_params>();
+  return params;
+}
+
 // A prompt with its responses, as numbers of tokens.
 struct Group {
   int64_t prompt = 0;

@@ -276,6 +276,38 @@ class dualkv_linear_logprob_backward_params(VersionedStructure):
     ]
 
 
+class dualkv_linear_logprob_chunk_params(VersionedStructure):
+    _fields_ = [
+        ("device", c_int32),
+        ("dtype", c_int32),
+        ("num_rows", c_int64),
+        ("vocab_size", c_int64),
+        ("vocab_begin", c_int64),
+        ("vocab_count", c_int64),
+        ("logits", c_void_p),
+        ("logits_row_stride", c_int64),
+        ("bias", c_void_p),
+        ("temperature", c_double),
+        ("softcap", c_double),
+        ("target_ranges", c_void_p),
+        ("targets", c_void_p),
+        ("target_index", c_void_p),
+        ("statistics", c_void_p),
+        ("logprob", c_void_p),
+        ("entropy", c_void_p),
+        ("lse", c_void_p),
+        ("stream", c_void_p),
+    ]
+
+
+class dualkv_linear_logprob_chunk_backward_params(VersionedStructure):
+    _fields_ = [
+        ("forward", dualkv_linear_logprob_chunk_params),
+        ("dlogprob", c_void_p),
+        ("dentropy", c_void_p),
+    ]
+
+
 class Status:
     """The result type dualkv_status; _library.py checks it after every call."""
 
@@ -315,4 +347,6 @@ FUNCTIONS = {
     "dualkv_step_schedule_get_view": (Status, [c_void_p, POINTER(dualkv_step_schedule_view)]),
     "dualkv_linear_logprob_forward": (Status, [POINTER(dualkv_linear_logprob_params)]),
     "dualkv_linear_logprob_backward": (Status, [POINTER(dualkv_linear_logprob_backward_params)]),
+    "dualkv_linear_logprob_chunk_forward": (Status, [POINTER(dualkv_linear_logprob_chunk_params)]),
+    "dualkv_linear_logprob_chunk_backward": (Status, [POINTER(dualkv_linear_logprob_chunk_backward_params)]),
 }

@@ -8,6 +8,7 @@
 #include "cuda/attention.h"
 
 using dualkv::api::Guard;
+using dualkv::api::IsAligned;
 using dualkv::api::RequireCpu;
 using dualkv::api::RequireData;
 using dualkv::api::RequireDevice;
@@ -24,8 +25,6 @@ namespace {
 constexpr int32_t kMaxHeadDim = 512;
 // Offsets into a tensor and the bytes of the workspace are computed in 64 bits.
 constexpr int64_t kMaxElements = int64_t{1} << 56;
-
-bool IsAligned(const void* data, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
 
 void RequireCudaHeadDim(int32_t head_dim) {
   if (head_dim % 8 != 0 || head_dim > dualkv::cuda::kMaxHeadDim) {

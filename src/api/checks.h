@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <limits>
 
 #include "core/error.h"
@@ -25,6 +26,10 @@ inline void RequireCpu(int32_t device, const char* operation) {
   if (device == DUALKV_CUDA) {
     throw core::Unsupported(core::Concat(operation, " has no CUDA kernels yet: move the tensors to the CPU"));
   }
+}
+
+inline bool IsAligned(const void* data, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
 }
 
 // Data of `count` entries or rows; NULL is accepted for none.

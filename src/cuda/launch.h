@@ -20,13 +20,18 @@ int NumMultiprocessors();
 void Launch(const void* kernel, int blocks, int threads, size_t shared_bytes, cudaStream_t stream,
             void** arguments);
 
+template <class Params>
+void Launch(void (*kernel)(Params), int blocks, int threads, size_t shared_bytes, cudaStream_t stream,
+            const Params& params) {
+  void* arguments[] = {const_cast<Params*>(&params)};
+  Launch(reinterpret_cast<const void*>(kernel), blocks, threads, shared_bytes, stream, arguments);
+}
+
 // One block for each multiprocessor of the current device.
 template <class Params>
 void LaunchPersistent(void (*kernel)(Params), int threads, size_t shared_bytes, cudaStream_t stream,
                       const Params& params) {
-  void* arguments[] = {const_cast<Params*>(&params)};
-  Launch(reinterpret_cast<const void*>(kernel), NumMultiprocessors(), threads, shared_bytes, stream,
-         arguments);
+  Launch(kernel, NumMultiprocessors(), threads, shared_bytes, stream, params);
 }
 
 }  // namespace dualkv::cuda

@@ -1,6 +1,7 @@
 // Stands in for the CUDA backend in a build without nvcc.
 #include "core/error.h"
 #include "cuda/attention.h"
+#include "cuda/linear_logprob.h"
 
 namespace dualkv::cuda {
 namespace {
@@ -17,5 +18,7 @@ core::TileSizes AttentionForwardTiles(int32_t, int32_t, int32_t) { Refuse(); }
 core::TileSizes AttentionBackwardTiles(int32_t, int32_t, int32_t) { Refuse(); }
 int32_t AttentionBackwardParts(int32_t) { Refuse(); }
 void AttentionForward(const dualkv_attention_params&, const core::Plan&) { Refuse(); }
+void LinearLogprobChunkForward(const dualkv_linear_logprob_chunk_params&) { Refuse(); }
+void LinearLogprobChunkBackward(const dualkv_linear_logprob_chunk_backward_params&) { Refuse(); }
 
 }  // namespace dualkv::cuda

@@ -234,4 +234,35 @@ LogprobReference<Real> ReferenceLogprob(const LogprobProblem<Element>& p) {
   return r;
 }
 
+// The error is at most twice that of the plain computation in the accumulation type, rounding of the result
+// included, plus what the rounding of logits and of their lse does to probabilities: they are below 16 here,
+// so that half a unit in the last place of each is a relative error of 8 epsilon.
+template <class Value, class Plain>
+void ExpectWithinBudget(const char* name, const std::vector<Value>& got, const std::vector<Plain>& plain,
+                        const std::vector<long double>& oracle, long double terms) {
+  ASSERT_EQ(got.size(), oracle.size()) << name;
+  long double error = 0, plain_error = 0, largest = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    const double value = ToDouble(got[i]);
+    ASSERT_TRUE(std::isfinite(value)) << name << "[" << i << "] is " << value;
+    error = std::max(error, std::abs(value - oracle[i]));
+    plain_error = std::max(plain_error, std::abs(plain[i] - oracle[i]));
+    largest = std::max(largest, std::abs(oracle[i]));
+  }
+  EXPECT_LE(error, 2 * (plain_error + Type<Value>::kEpsilon * largest) + 16 * Type<Plain>::kEpsilon * terms)
+      << name << ", plain error " << plain_error << ", largest " << largest << ", terms " << terms;
+}
+
+template <class Element>
+void ExpectLikeOracle(const LogprobProblem<Element>& problem, const LogprobOutputs<Element>& got) {
+  const auto oracle = ReferenceLogprob<long double>(problem);
+  const auto plain = ReferenceLogprob<typename Type<Element>::Accumulator>(problem);
+  ExpectWithinBudget("logprob", got.logprob, plain.logprob, oracle.logprob, 1);
+  ExpectWithinBudget("entropy", got.entropy, plain.entropy, oracle.entropy, 1);
+  ExpectWithinBudget("lse", got.lse, plain.lse, oracle.lse, 1);
+  ExpectWithinBudget("dhidden", got.dhidden, plain.dhidden, oracle.dhidden, oracle.dhidden_terms);
+  ExpectWithinBudget("dweight", got.dweight, plain.dweight, oracle.dweight, oracle.dweight_terms);
+  ExpectWithinBudget("dbias", got.dbias, plain.dbias, oracle.dbias, oracle.dbias_terms);
+}
+
 }  // namespace dualkv::testing

@@ -77,9 +77,12 @@ TEST_F(LinearLogprobRefuses, UnknownDevice) {
   ExpectRefused("device must be DUALKV_CPU (0) or DUALKV_CUDA (1), got 2");
 }
 
-TEST_F(LinearLogprobRefuses, DeviceWithoutKernels) {
+TEST_F(LinearLogprobRefuses, Cuda) {
   forward_.device = DUALKV_CUDA;
-  ExpectRefused("linear_logprob has no CUDA kernels yet: move the tensors to the CPU", DUALKV_UNSUPPORTED);
+  ExpectRefused(
+      "on CUDA logits are multiplied by the caller: see dualkv_linear_logprob_chunk_forward, or move the "
+      "tensors to the CPU",
+      DUALKV_UNSUPPORTED);
 }
 
 TEST_F(LinearLogprobRefuses, UnknownDtype) {
