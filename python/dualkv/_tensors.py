@@ -184,10 +184,6 @@ def copy_int64(source: int | bytes | None, count: int) -> torch.Tensor:
     return values
 
 
-def no_cuda_kernels(operation: str, advice: str):
-    """An operator's implementation for CUDA where there is none."""
-
-    def refuse(*arguments, **options):
-        raise NotImplementedError(f"{operation} has no CUDA kernels yet: {advice}")
-
-    return refuse
+def refuse_capture(advice: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"a CUDA graph is being captured: {advice}")

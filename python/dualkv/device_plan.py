@@ -12,6 +12,7 @@ import torch
 
 from . import _abi
 from ._library import Handle, library
+from ._tensors import refuse_capture
 from .forest import SegmentForest, plan, tile_sizes, window_argument
 
 
@@ -110,7 +111,7 @@ class DevicePlan:
                 f"the image of forest's plan must have at most max_bytes, got {size} and {self.max_bytes}"
             )
         with torch.cuda.device(self.image.device):
-            _refuse_capture("a DevicePlan is made and loaded outside of the capture, before the replay")
+            refuse_capture("a DevicePlan is made and loaded outside of the capture, before the replay")
             # torch keeps pinned memory until the copies from it have been done.
             self.image[:size].copy_(_pinned_image(schedule), non_blocking=True)
             self._memory.used_by(torch.cuda.current_stream())
@@ -166,7 +167,7 @@ def plan_on_device(
                 f"got {segments.dtype} {list(segments.shape)} on {segments.device}"
             )
         return slot._plan_for(q, k, window_left, stream), segments
-    _refuse_capture(
+    refuse_capture(
         "it would keep the address of the forest's plan, which is freed when the plan drops out of its "
         "cache; give dualkv.attention a dualkv.DevicePlan in place of the forest"
     )
@@ -234,8 +235,3 @@ def _cuda_tiles(q, k) -> tuple[int, ...]:
 
 def _window_text(window_left: int) -> str:
     return "None" if window_left == _abi.NO_WINDOW else str(window_left)
-
-
-def _refuse_capture(advice: str) -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"a CUDA graph is being captured: {advice}")

@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from . import _abi
+from . import _abi, logprob_chunks
 from ._library import library
 from ._tensors import (
     DTYPE_CODES,
@@ -20,7 +20,6 @@ from ._tensors import (
     address,
     cast_for_autocast,
     dense_last_dim,
-    no_cuda_kernels,
     number,
     require_dimensions,
     require_same_device,
@@ -52,7 +51,10 @@ def linear_logprob(
             bfloat16 or float16, all the same; under torch.autocast they are cast to its type first.
         rows: integers [M], row of `hidden` that predicts each target, 0 to T - 1. Rows may repeat: the
             prompt's last row predicts the first token of each response.
-        targets: integers [M], 0 to V - 1, or -100: ignored, log-probability and entropy 0.
+        targets: integers [M], 0 to V - 1, or -100: ignored, log-probability and entropy 0. With `hidden` on
+            CUDA, rows and targets may stay on the CPU, which is faster: each row with a target is then
+            multiplied once, and values out of range raise. On CUDA they are not waited for: min(M, T) rows
+            are multiplied, and values out of range fail an assertion of the device.
         temperature: > 0. The sampling temperature; log-probability and entropy are of the tempered
             distribution.
         softcap: c > 0 makes the logits c * tanh(logit / c), before the temperature; 0 does not.
@@ -65,16 +67,25 @@ def linear_logprob(
     Raises:
         ValueError: shapes, devices or values that do not fit; the message names the argument and the values.
         TypeError: hidden, weight and bias of different or unsupported types, rows or targets no integers.
-        NotImplementedError: tensors on a device that this build has no kernels for.
+        NotImplementedError: there are no kernels for these tensors. On CUDA there are, in a build that has
+            found nvcc, for GPUs of compute capability 9.0, in float32, and in bfloat16 and float16 with
+            torch 2.8 or later.
+        RuntimeError: a CUDA graph is being captured and rows and targets are on the CPU.
     """
     require_tensors(hidden=hidden, weight=weight, rows=rows, targets=targets)
     hidden, weight, bias = cast_for_autocast(hidden, weight, bias)
     require_same_dtype(hidden=hidden, weight=weight, bias=bias)
-    require_same_device(hidden=hidden, weight=weight, bias=bias, rows=rows, targets=targets)
+    _require_devices(hidden, weight, bias, rows, targets)
     _require_shapes(hidden, weight, bias, rows, targets)
     rows, targets = rows.to(torch.int64), targets.to(torch.int64)
     temperature, softcap = number(temperature, "temperature"), number(softcap, "softcap")
     return _LinearLogprob.apply(hidden, weight, bias, savable(rows), savable(targets), temperature, softcap)
+
+
+def _require_devices(hidden, weight, bias, rows, targets) -> None:
+    on_host = hidden.is_cuda and rows.device.type == targets.device.type == "cpu"
+    indices = {} if on_host else {"rows": rows, "targets": targets}
+    require_same_device(hidden=hidden, weight=weight, bias=bias, **indices)
 
 
 def _require_shapes(hidden, weight, bias, rows, targets) -> None:
@@ -142,10 +153,6 @@ torch.library.define(
     "-> (Tensor dhidden, Tensor dweight, Tensor dbias)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-for _name in ("linear_logprob_forward", "linear_logprob_backward"):
-    torch.library.impl(
-        f"dualkv::{_name}", "cuda", no_cuda_kernels("dualkv.linear_logprob", "move the tensors to the CPU")
-    )
 
 
 @torch.library.register_fake("dualkv::linear_logprob_forward")
@@ -196,21 +203,58 @@ def _linear_logprob_backward(
     return gradients
 
 
+@torch.library.impl("dualkv::linear_logprob_forward", "cuda")
+def _linear_logprob_forward_on_cuda(hidden, weight, bias, rows, targets, temperature, softcap):
+    logprob, entropy, lse = _new_results(hidden, weight, bias, rows, targets, temperature, softcap)
+    _require_operands(hidden, weight, bias, rows, targets, entropy, lse)
+    logprob_chunks.require_products(hidden.dtype)
+    with torch.cuda.device(hidden.device):
+        logprob_chunks.forward(
+            hidden, weight, bias, rows, targets, temperature, softcap, logprob, entropy, lse
+        )
+    return logprob, entropy, lse
+
+
+@torch.library.impl("dualkv::linear_logprob_backward", "cuda")
+def _linear_logprob_backward_on_cuda(
+    dlogprob, dentropy, hidden, weight, bias, rows, targets, entropy, lse, temperature, softcap, *needed
+):
+    inputs = (hidden, weight, bias, rows, targets)
+    gradients = _new_gradients(dlogprob, dentropy, *inputs, entropy, lse, temperature, softcap, *needed)
+    _require_operands(*inputs, entropy, lse)
+    require_same_shape(lse=lse, dlogprob=dlogprob, dentropy=dentropy)
+    logprob_chunks.require_products(hidden.dtype)
+    upstream = (None if x is None else x.to(lse.dtype).contiguous() for x in (dlogprob, dentropy))
+    wanted = (x if need else None for x, need in zip(gradients, needed))
+    with torch.cuda.device(hidden.device):
+        logprob_chunks.backward(
+            *upstream, *inputs, entropy.contiguous(), lse.contiguous(), temperature, softcap, *wanted
+        )
+    return gradients
+
+
+def _require_operands(hidden, weight, bias, rows, targets, entropy, lse) -> None:
+    """An operator may be called without `linear_logprob`, and must not read past a tensor for it."""
+    require_same_dtype(hidden=hidden, weight=weight, bias=bias)
+    _require_devices(hidden, weight, bias, rows, targets)
+    require_same_device(hidden=hidden, entropy=entropy, lse=lse)
+    _require_shapes(hidden, weight, bias, rows, targets)
+    wide = accumulation_dtype(hidden.dtype)
+    for name, x, dtype in (
+        ("rows", rows, torch.int64),
+        ("targets", targets, torch.int64),
+        ("entropy", entropy, wide),
+        ("lse", lse, wide),
+    ):
+        if x.dtype != dtype or x.shape != rows.shape:
+            raise ValueError(f"{name} must be {dtype} {list(rows.shape)}, got {x.dtype} {list(x.shape)}")
+
+
 class _Call:
     """Parameters of a call to the C library, with what they point to kept alive."""
 
     def __init__(self, hidden, weight, bias, rows, targets, temperature, softcap, entropy, lse):
-        # An operator may be called without `linear_logprob`, and must not read past a tensor for it.
-        require_same_dtype(hidden=hidden, weight=weight, bias=bias)
-        _require_shapes(hidden, weight, bias, rows, targets)
-        for name, x, dtype in (
-            ("rows", rows, torch.int64),
-            ("targets", targets, torch.int64),
-            ("entropy", entropy, accumulation_dtype(hidden.dtype)),
-            ("lse", lse, accumulation_dtype(hidden.dtype)),
-        ):
-            if x.dtype != dtype or x.shape != rows.shape:
-                raise ValueError(f"{name} must be {dtype} {list(rows.shape)}, got {x.dtype} {list(x.shape)}")
+        _require_operands(hidden, weight, bias, rows, targets, entropy, lse)
         hidden, weight = dense_last_dim(hidden), dense_last_dim(weight)
         bias = None if bias is None else bias.contiguous()
         rows, targets, entropy, lse = (x.contiguous() for x in (rows, targets, entropy, lse))
