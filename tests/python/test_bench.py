@@ -1,4 +1,4 @@
-"""bench/attention.py: its arithmetic, its peers, its table and its chart."""
+"""bench/attention.py: its arithmetic, its peers, its table and its chart; bench/linear_logprob.py on a CPU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ sys.path += [str(ROOT / "bench"), str(ROOT / "tools")]
 import attention  # noqa: E402
 import attention_peers  # noqa: E402
 import draw_attention_bench  # noqa: E402
+import linear_logprob  # noqa: E402
 from attention_batches import BATCHES, GOALS, Batch, Goal  # noqa: E402
 
 # ----------------------------------------------------------------------------------------------- arithmetic
@@ -179,3 +180,33 @@ def test_chart(tmp_path, monkeypatch):
         128: {"8, 1024, 256": {"dualkv": 361.0, "dualkv-graph": 380.0, "cudnn-cascade": 200.0}},
         64: {"8, 4096, 1024": {"dualkv": 500.0}},
     }
+
+
+# ----------------------------------------------------------------------------------------------- log-probs
+
+
+def test_linear_logprob_beside_its_products(monkeypatch, capsys, threads):
+    arguments = ["--targets", "8", "--vocab", "16", "--hidden-dim", "4", "--repeats", "1", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", ["linear_logprob.py", *arguments])
+    linear_logprob.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "M 8, V 16, C 4, fp32, 1 threads"
+    assert [line.split()[0] for line in lines[1:]] == ["pass", "forward", "forward"]
+
+
+def test_table_of_linear_logprob(capsys):
+    run = {"device": "a card", "torch": "2.11", "copy_tbs": 4.2, "targets": 8, "vocab": 16, "hidden_dim": 4}
+    run["dtype"] = "bfloat16"
+    records = [
+        {"pass": "forward", "impl": "products", "ms": 50.0, "ratio": 1.0, "peak_bytes": None},
+        {"pass": "forward", "impl": "dualkv", "ms": 60.0, "ratio": 1.2, "peak_bytes": 3 << 29},
+        {"impl": "liger", "error": "ModuleNotFoundError: No module named 'liger_kernel'"},
+    ]
+    records = [{"peak_bytes_beyond_results": 1 << 29, **record, **run} for record in records]
+    linear_logprob.show(records)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[3:5] == [
+        ["forward", "products", "50.0", "1.00", "-", "0.50"],
+        ["forward", "dualkv", "60.0", "1.20", "1.50", "0.50"],
+    ]
+    assert lines[5][:2] == ["liger:", "ModuleNotFoundError:"]
