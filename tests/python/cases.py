@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 
 import dualkv
@@ -41,6 +43,20 @@ def normal(rows, q_heads, kv_heads, dim, dtype, seed=0, scale=1.0, device="cpu")
 def draw(*shape, dtype, device, seed=0) -> torch.Tensor:
     """Normal values, the same on every device."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+@contextmanager
+def sums_in_any_order():
+    """PyTorch's default mode, in which dq on CUDA is summed in any order. Tests run in the other one, which also
+    fills new memory with NaN; here memory that has been freed holds it."""
+    torch.use_deterministic_algorithms(False)
+    if torch.cuda.is_available():
+        freed = [torch.full((n,), float("nan"), device="cuda") for n in (*64 * [2**16], *16 * [2**20])]
+        del freed
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
 
 
 class ThreeAndTwoAndOne:

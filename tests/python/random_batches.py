@@ -90,6 +90,7 @@ class Case:
     """A random call of dualkv.attention with upstream gradients."""
 
     def __init__(self, seed: int, ranges: Ranges = CPU):
+        self.seed = seed
         rng = random.Random(seed)
         torch.manual_seed(seed)
         self.forest = random_forest(rng, ranges)
@@ -115,8 +116,8 @@ class Case:
         )
 
     def poison_padding(self) -> None:
-        self.inputs = [x.contiguous() for x in self.inputs]
-        for x in (*self.inputs, self.dout.contiguous()):
+        *self.inputs, self.dout = (x.contiguous() for x in (*self.inputs, self.dout))
+        for x in (*self.inputs, self.dout):
             x[self.forest.total_tokens :] = float("nan")
 
     def run(self, forest=None, rows=None):

@@ -110,41 +110,12 @@ def results(attend, inputs, sinks, dout, dlse):
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv", "dsinks"), found))}
 
 
-def assert_outputs_right(actual: dict, inputs, forest, sinks, message, **options) -> None:
-    """Compares the library's out and lse with the oracle; inputs are of a half type."""
-
-    def run(dtype):
-        wide_sinks = None if sinks is None else sinks.to(dtype)
-        tensors = _without_padding(inputs, forest, dtype)
-        out, lse = replicated_attention(*tensors, forest, sinks=wide_sinks, **options)
-        return {"out": out, "lse": lse}
-
-    oracle, plain, wide = (run(dtype) for dtype in (torch.float64, inputs[0].dtype, torch.float32))
-    rows = blocks(forest, inputs[0].shape[0])
-    dim, floor = inputs[0].shape[2], 0.0
-    if inputs[0].is_cuda and forest.total_tokens:
-        # A tensor core adds up to 16 products at the exponent of the largest, and cuts off what lies below.
-        q, k = (x[: forest.total_tokens].double().abs().max() for x in inputs[:2])
-        floor = min(dim, 16) * abs(options["scale"]) * q * k
-    _assert_outputs_within_budget(actual, oracle, plain, wide, rows, message, dim=dim, floor=floor)
-
-
 def _without_padding(inputs, forest, dtype) -> list[torch.Tensor]:
     """Copies of the tensors in a type, with zeros in the rows that take no part."""
     tensors = [x.detach().to(dtype, copy=True) for x in inputs]
     for x in tensors:
         x[forest.total_tokens :] = 0
     return tensors
-
-
-def _assert_outputs_within_budget(
-    actual, oracle, plain, wide, rows, message, slack=1.0, *, dim, floor=0.0
-) -> None:
-    """lse is as wide as `wide`; floor: of the size of its scores' terms."""
-    assert_within_budget("out", actual["out"], oracle["out"], plain["out"], rows, message, slack=slack)
-    scores = dim**0.5 * oracle["lse"].nan_to_num(neginf=0.0).abs().max() if rows else 0.0  # sums of D terms
-    scores = max(scores, floor)
-    assert_within_budget("lse", actual["lse"].t(), oracle["lse"].t(), wide["lse"].t(), rows, message, scores)
 
 
 def assert_right(actual: dict, inputs, forest, sinks, dout, dlse, message, slack=1.0, **options) -> None:
@@ -163,16 +134,22 @@ def assert_right(actual: dict, inputs, forest, sinks, dout, dlse, message, slack
     oracle, plain = run(torch.float64), run(dtype)
     wide = run(torch.float32) if dtype in HALF else plain  # lse and dsinks are wide
     rows = blocks(forest, inputs[0].shape[0])
-    _assert_outputs_within_budget(actual, oracle, plain, wide, rows, message, slack, dim=inputs[0].shape[2])
-    dim_root = inputs[0].shape[2] ** 0.5
+    dim = inputs[0].shape[2]
+    dim_root = dim**0.5
+    size_q, size_k = (
+        x[: forest.total_tokens].double().abs().amax() if forest.total_tokens else 0 for x in inputs[:2]
+    )
+    scores = dim_root * oracle["lse"].nan_to_num(neginf=0.0).abs().max() if rows else 0.0  # sums of D terms
+    if inputs[0].is_cuda:
+        # A tensor core adds up to 16 products at the exponent of the largest, and cuts off what lies below.
+        scores = max(scores, min(dim, 16) * abs(options["scale"]) * size_q * size_k)
+    assert_within_budget("out", actual["out"], oracle["out"], plain["out"], rows, message, slack=slack)
+    assert_within_budget("lse", actual["lse"].t(), oracle["lse"].t(), wide["lse"].t(), rows, message, scores)
     # The gradient of a score is p x (dout.v - dout.out). Where one key has all of the weight that is a
     # difference of equal numbers: 0 in the oracle and often in plain attention, but the rounding of `out`
     # and, in wide types, of the sums over D terms remains in ours.
     terms = (oracle["out"] * dout.double()).nan_to_num().norm(dim=2).amax(dim=1)
     cancelled = terms * abs(options["scale"]) * (max(1.0, dim_root / 4) if wide is plain else 1.0)
-    size_q, size_k = (
-        x[: forest.total_tokens].double().abs().amax() if forest.total_tokens else 0 for x in inputs[:2]
-    )
     floors = {
         "dq": cancelled * size_k,
         "dk": cancelled.max() * size_q if len(cancelled) else 0.0,

@@ -237,6 +237,32 @@ def test_a_kernel_for_cuda_is_asked_for_by_name():
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dualkv::{name}", "CUDA")
 
 
+@pytest.mark.parametrize("argument", [False, True])
+@pytest.mark.parametrize("mode", [False, True])
+def test_gradients_with_the_same_bits_are_asked_for_by_either_of_two_switches(argument, mode, monkeypatch):
+    """PyTorch's is looked at when the backward runs. (It lets a compiled function run in one mode only.)"""
+    module = importlib.import_module("dualkv.attention")
+    library, asked = module.library, []
+
+    class Recorder:
+        def __getattr__(self, name):
+            if name == "dualkv_attention_backward":
+                return lambda params: asked.append(params._obj.deterministic)
+            return getattr(library, name)
+
+    monkeypatch.setattr(module, "library", Recorder())
+
+    def step(q, k, v):
+        return dualkv.attention(q, k, v, FOREST, deterministic=argument).sum()
+
+    for run, before in ((step, not mode), (torch.compile(step, fullgraph=True, backend="aot_eager"), mode)):
+        torch.use_deterministic_algorithms(before)
+        loss = run(*attention_inputs())
+        torch.use_deterministic_algorithms(mode)
+        loss.backward()
+    assert asked == 2 * [argument or mode]
+
+
 def attention_bits(seed: int) -> bytes:
     """Bits of an output and its gradients."""
     forest = dualkv.SegmentForest.from_groups([40 + seed], [[30, 7 * seed]])
