@@ -109,7 +109,7 @@ def print_table(console: Console, title: str, report: dict) -> None:
         row(f"{phase}, s", "{:.2f}", replicated["seconds"][phase], packed["seconds"][phase])
     row("all phases, s", "{:.2f}", *(m["seconds"]["total"] for m in (replicated, packed)), style="bold")
     table.add_section()
-    row("process with model, MiB", "{:.0f}", replicated["loaded_mib"], packed["loaded_mib"], False)
+    row("memory with model, MiB", "{:.0f}", replicated["loaded_mib"], packed["loaded_mib"], False)
     row("peak above that, MiB", "{:.0f}", replicated["peak_mib"], packed["peak_mib"], end_section=True)
     row("loss", "{:+.4g}", replicated["loss"], packed["loss"], False)
     console.print(table)

@@ -56,6 +56,7 @@ class Job:
         advantages: [G][N].
         model: a local checkpoint, or the arguments of a Qwen3Config for random weights.
         dtype: of the computation. Weights and their gradients are fp32, as in mixed precision training.
+        device: "cpu" or "cuda". On a GPU, packed attention computes in bfloat16 only.
     """
 
     prompts: list[list[int]]
@@ -65,6 +66,7 @@ class Job:
     micro_batch_size: int
     model: Path | dict
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
     seed: int = 0
     threads: int = 1
     learning_rate: float = 1e-6
@@ -89,7 +91,7 @@ class Result:
     rows: int  # rows of the model with the padding
     micro_batches: int
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    loaded_bytes: int = 0  # resident memory of the process when the model is loaded
+    loaded_bytes: int = 0  # memory of the process, on a GPU of its tensors, when the model is loaded
     peak_bytes: int = 0  # and at most how much more it took from there on
     loss: float = 0.0
     log_probs: torch.Tensor | None = None
@@ -129,6 +131,9 @@ class PaddedLayout:
             length = len(sequences[row])
             attention_mask[row, :length] = 1
             predicts[row, length - len(self.job.response(sample)) - 1 : length - 1] = True
+        input_ids, attention_mask, predicts = (
+            x.to(model.device) for x in (input_ids, attention_mask, predicts)
+        )
         hidden = model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         logits = model.lm_head(hidden.last_hidden_state[predicts])
         targets = input_ids.roll(-1, dims=1)[predicts]
@@ -203,10 +208,12 @@ def load_model(job: Job):
     torch.manual_seed(job.seed)
     if isinstance(job.model, dict):
         config = transformers.Qwen3Config(**job.model)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        job.model, dtype=torch.float32, local_files_only=True
-    )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            job.model, dtype=torch.float32, local_files_only=True
+        )
+    return model.to(job.device)
 
 
 def policy_loss(job: Job, samples: list[Sample], log_probs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -215,10 +222,12 @@ def policy_loss(job: Job, samples: list[Sample], log_probs: torch.Tensor, old: t
     log_probs and old [M], in the order of the samples and their tokens -> scalar. The parts add up to the
     batch's loss however it is cut, since each token is weighted by counts of the whole batch.
     """
-    lengths = torch.tensor([len(job.response(sample)) for sample in samples])
-    advantages = torch.tensor([job.advantages[group][index] for group, index in samples])
+    device = log_probs.device
+    lengths = torch.tensor([len(job.response(sample)) for sample in samples], device=device)
+    advantages = torch.tensor([job.advantages[group][index] for group, index in samples], device=device)
     if job.algorithm.token_mean:
-        weights = torch.full((len(samples),), 1.0 / sum(len(job.response(sample)) for sample in job.samples))
+        tokens = sum(len(job.response(sample)) for sample in job.samples)
+        weights = torch.full((len(samples),), 1.0 / tokens, device=device)
     else:
         weights = 1.0 / (len(job.samples) * lengths.clamp(min=1))
     advantages = advantages.repeat_interleave(lengths)
@@ -236,13 +245,15 @@ def run_update(model, layout, job: Job, report: Callable[[str, int, int], None])
     batches = layout.micro_batches()
     tokens, rows = (sum(counts) for counts in zip(*map(layout.size, batches)))
     result = Result(tokens=tokens, rows=rows, micro_batches=len(batches))
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=job.dtype == torch.bfloat16)
+    autocast = torch.autocast(job.device, torch.bfloat16, enabled=job.dtype == torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
 
     @contextmanager
     def timed(phase: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
+        if job.device == "cuda":
+            torch.cuda.synchronize()
         result.seconds[phase] += time.perf_counter() - begin
 
     old = []
@@ -260,8 +271,8 @@ def run_update(model, layout, job: Job, report: Callable[[str, int, int], None])
     with timed("optimizer"):
         optimizer.step()
 
-    result.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    result.log_probs = _in_order_of_samples(job, batches, old)
+    result.gradients = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
+    result.log_probs = _in_order_of_samples(job, batches, old).cpu()
     return result
 
 
@@ -286,11 +297,11 @@ def run_child(layout_name: str, job: Job, result_path: Path, connection) -> None
         layout = LAYOUTS[layout_name](job)
         model = load_model(job)
         layout.prepare_model(model)
-        loaded = _resident_bytes("VmRSS")
+        loaded = _memory(job, peak=False)
         _warm_up(model, layout, job)
         result = run_update(model, layout, job, lambda *event: connection.send(("progress", *event)))
         result.loaded_bytes = loaded
-        result.peak_bytes = _resident_bytes("VmHWM") - loaded
+        result.peak_bytes = _memory(job, peak=True) - loaded
         torch.save(vars(result), result_path)
     except Exception as error:
         connection.send(("failed", f"{type(error).__name__}: {error}"))
@@ -302,17 +313,22 @@ def _warm_up(model, layout, job: Job) -> None:
     shortest = min(job.samples, key=lambda sample: len(job.sequence(sample)))
     layout.log_probs(model, [shortest]).sum().backward()
     model.zero_grad(set_to_none=True)
-    if sys.platform == "linux":
+    if job.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
         with suppress(OSError):  # some sandboxes forbid it; the peak then includes the loading of the model
             Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
 
 
-def _resident_bytes(field_name: str) -> int:
-    """Resident memory now (VmRSS) or at its peak (VmHWM). Elsewhere than on Linux, the peak in both cases."""
+def _memory(job: Job, peak: bool) -> int:
+    """Bytes that are in use now, or were at the peak: on a GPU of tensors, else what is resident. That is the
+    peak in both cases elsewhere than on Linux."""
+    if job.device == "cuda":
+        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
     if sys.platform == "linux":
         # NOTE: not ru_maxrss, which a child inherits from the process that started it.
         for line in Path("/proc/self/status").read_text().splitlines():
             name, _, value = line.partition(":")
-            if name == field_name:
+            if name == ("VmHWM" if peak else "VmRSS"):
                 return int(value.split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoConfig
 
+import dualkv
 from dualkv.integrations.transformers import SUPPORTED_MODEL_TYPES
 from dualkv.rollouts import (
     Rollout,
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             exact = None
             if job.dtype != torch.float32:
                 exact = run_apart(
-                    baseline, replace(job, dtype=torch.float32), Path(folder), progress, "float32"
+                    "padded", replace(job, dtype=torch.float32), Path(folder), progress, "float32"
                 )
     except RuntimeError as error:
         parser.exit(3, f"{parser.prog}: {error}\n")
@@ -77,14 +78,15 @@ def main(arguments: list[str] | None = None) -> int:
         "responses": len(job.samples),
         "micro_batch_size": job.micro_batch_size,
         "parameters": sum(gradient.numel() for gradient in packed.gradients.values()),
-        "dtype": options.dtype,
+        "dtype": str(job.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if job.device == "cuda" else "CPU",
         "threads": job.threads,
         "seed": job.seed,
         **policy_report.figures(replicated, packed, exact),
     }
     title = (
         f"{options.algorithm.upper()} update, {report['groups']} groups, {report['responses']} responses, "
-        f"{report['parameters'] / 1e6:.1f} M parameters, {options.dtype}"
+        f"{report['parameters'] / 1e6:.1f} M parameters, {report['dtype']}, {report['device']}"
     )
     policy_report.print_table(console, title, report)
     (options.output / "result.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -131,14 +133,30 @@ def argument_parser() -> argparse.ArgumentParser:
     model.add_argument("--heads", type=positive, default=4)
     model.add_argument("--kv-heads", type=positive, default=2)
     model.add_argument("--head-dim", type=positive, default=32)
-    model.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
+    model.add_argument(
+        "--dtype", choices=DTYPES, help="of the computation (default: float32, on a GPU bfloat16)"
+    )
     run = parser.add_argument_group("run")
+    run.add_argument(
+        "--device", choices=("cpu", "cuda"), help="(default: the GPU, if dualkv has kernels for it)"
+    )
     run.add_argument("--threads", type=positive, default=os.cpu_count(), help="CPU threads")
     run.add_argument("--seed", type=seed, default=0, help="of random weights, 0 to 2^63 - 1")
     run.add_argument(
         "--output", type=Path, default=Path("out/policy_update"), help="folder for JSON and chart"
     )
     return parser
+
+
+def default_device() -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    row = torch.zeros(1, 1, 8, dtype=torch.bfloat16, device="cuda")
+    try:
+        dualkv.attention(row, row, row, dualkv.SegmentForest.from_groups([1], [[]]))
+    except NotImplementedError:
+        return "cpu"
+    return "cuda"
 
 
 def positive(text: str) -> int:
@@ -187,8 +205,15 @@ def make_job(options: argparse.Namespace, rollouts: list[Rollout]) -> Job:
     """Tokens, advantages and a model that fits them.
 
     Raises:
-        ValueError: the tokenizer or the model cannot be used, or no group is left to learn from.
+        ValueError: the tokenizer, the model or the type on a GPU cannot be used, or no group is left to learn
+            from.
     """
+    device = options.device or default_device()
+    dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
+    if (device, dtype) == ("cuda", "float32"):
+        raise ValueError(
+            "--dtype must be bfloat16 on a GPU, got float32: packed attention has no kernels for it"
+        )
     algorithm = ALGORITHMS[options.algorithm]
     tokenizer = load_tokenizer(options.tokenizer)
     kept = [r for r in rollouts if len(set(r.rewards)) > 1 or not algorithm.drops_equal_groups]
@@ -208,7 +233,8 @@ def make_job(options: argparse.Namespace, rollouts: list[Rollout]) -> Job:
         algorithm=algorithm,
         micro_batch_size=options.micro_batch_size,
         model=choose_model(options, vocab_size, len(tokenizer)),
-        dtype=DTYPES[options.dtype],
+        dtype=DTYPES[dtype],
+        device=device,
         seed=options.seed,
         threads=options.threads,
     )
