@@ -52,7 +52,7 @@ bench: build  ## benchmarks of the C++ side, and attention and log-probs against
 	PYTHONPATH=python $(PYTHON) bench/attention_cpu.py
 	PYTHONPATH=python $(PYTHON) bench/linear_logprob.py
 
-CHARTS := $(patsubst bench/results/h200/%.json,docs/images/%.svg,$(wildcard bench/results/h200/attention_forward.json))
+CHARTS := $(patsubst bench/results/h200/%.json,docs/images/%.svg,$(wildcard $(addprefix bench/results/h200/,attention_forward.json attention.json)))
 docs: library $(CHARTS)  ## draw the pictures of docs/
 	PYTHONPATH=python $(PYTHON) tools/draw_plans.py
 	PYTHONPATH=python $(PYTHON) tools/draw_hopper_forward.py

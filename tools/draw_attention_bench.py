@@ -18,11 +18,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-from attention_batches import GOALS  # noqa: E402
+from attention_batches import goals_of, have_backward  # noqa: E402
 
 # In the order in which they stand beside each other.
 LOOKS = {
     "dualkv": ("dualkv", "#1f6fb4"),
+    "dualkv-deterministic": ("dualkv, deterministic", "#7fb0da"),
     "fa4-cascade": ("FA4 cascade", "#b3541e"),
     "fa3-cascade": ("FA3 cascade", "#d1702f"),
     "cudnn-cascade": ("cuDNN cascade", "#e38b3c"),
@@ -48,7 +49,7 @@ def read_rates(records: list[dict]) -> dict[int, dict[str, dict[str, float]]]:
 
 
 def draw(records: list[dict]) -> plt.Figure:
-    rates = read_rates(records)
+    rates, goals = read_rates(records), goals_of(records)
     impls = [impl for impl in LOOKS if any(record["impl"] == impl for record in records)]
     width = 0.84 / len(impls)
     figure, panels = plt.subplots(
@@ -71,7 +72,7 @@ def draw(records: list[dict]) -> plt.Figure:
                         x, batch[f"{impl}-graph"], 0.92 * width, fill=False, edgecolor=INK, linewidth=0.7
                     )
         for x, name in enumerate(batches):
-            panel.hlines(GOALS[name].fa3_cascade, x - 0.42, x + 0.42, INK, "dotted", linewidth=1)
+            panel.hlines(goals[name].fa3_cascade, x - 0.42, x + 0.42, INK, "dotted", linewidth=1)
         panel.set_xticks(range(len(batches)), [name.replace(", ", " · ") for name in batches], fontsize=7.5)
         panel.set_title(f"head dim {head_dim}", fontsize=9)
         panel.margins(x=0.02)
@@ -85,8 +86,9 @@ def draw(records: list[dict]) -> plt.Figure:
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7.5, frameon=False
     )
+    passes = "forward + backward" if have_backward(records) else "forward"
     figure.suptitle(
-        f"Attention forward, bf16, {records[0]['device']}: responses · prompt · response", fontsize=10
+        f"Attention {passes}, bf16, {records[0]['device']}: responses · prompt · response", fontsize=10
     )
     return figure
 
