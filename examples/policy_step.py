@@ -237,6 +237,10 @@ def policy_loss(job: Job, samples: list[Sample], log_probs: torch.Tensor, old: t
     return -(weights.repeat_interleave(lengths) * gains).sum()
 
 
+def _autocast(job: Job) -> torch.autocast:
+    return torch.autocast(job.device, torch.bfloat16, enabled=job.dtype == torch.bfloat16)
+
+
 def run_update(model, layout, job: Job, report: Callable[[str, int, int], None]) -> Result:
     """Old log-probs, then forward and backward of each micro-batch, then one optimizer step.
 
@@ -245,7 +249,7 @@ def run_update(model, layout, job: Job, report: Callable[[str, int, int], None])
     batches = layout.micro_batches()
     tokens, rows = (sum(counts) for counts in zip(*map(layout.size, batches)))
     result = Result(tokens=tokens, rows=rows, micro_batches=len(batches))
-    autocast = torch.autocast(job.device, torch.bfloat16, enabled=job.dtype == torch.bfloat16)
+    autocast = _autocast(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
 
     @contextmanager
@@ -311,7 +315,9 @@ def run_child(layout_name: str, job: Job, result_path: Path, connection) -> None
 def _warm_up(model, layout, job: Job) -> None:
     """Runs the shortest sample once, so that the start of thread pools is in no phase."""
     shortest = min(job.samples, key=lambda sample: len(job.sequence(sample)))
-    layout.log_probs(model, [shortest]).sum().backward()
+    with _autocast(job):
+        total = layout.log_probs(model, [shortest]).sum()
+    total.backward()
     model.zero_grad(set_to_none=True)
     if job.device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -268,9 +268,11 @@ typedef struct dualkv_attention_backward_params {
   dualkv_tensor dk;                /* [key_rows, Hk, D] */
   dualkv_tensor dv;                /* [key_rows, Hk, D] */
   void* dsinks;                    /* [H] of the accumulation type; NULL if sinks is NULL */
-  int32_t deterministic;           /* 1: gradients have the same bits in every run. The CPU's always have */
-  int32_t reserved;
-  void* workspace; /* workspace_bytes, aligned to 64 */
+  int32_t deterministic;           /* 1: gradients have the same bits in every run. The CPU's always have, and
+                                      dk, dv and dsinks on CUDA */
+  int32_t any_plan; /* CUDA: 1: the workspace is to serve every plan that a captured graph may be
+                       replayed with, see dualkv_plan_image_bytes */
+  void* workspace;  /* workspace_bytes, aligned to 64 */
   size_t workspace_bytes;
 } dualkv_attention_backward_params;
 
@@ -278,7 +280,10 @@ typedef struct dualkv_attention_backward_params {
 DUALKV_API dualkv_status dualkv_attention_backward_workspace(const dualkv_attention_backward_params* params,
                                                              size_t* bytes);
 
-/* Gradients of q, k, v and sinks; rows that take no part get 0. The same bits for any number of threads. */
+/* Gradients of q, k, v and sinks; rows that take no part get 0. On the CPU the same bits for any number of
+ * threads. On CUDA as dualkv_attention_forward; dout, dq, dk and dv as its tensors, dlse and dsinks aligned
+ * to 4 bytes. Some kernels are launched on `stream`, one after the other. The workspace, in device memory,
+ * holds dq in fp32; with `deterministic`, counters of 4 bytes for each row and packed heads besides. */
 DUALKV_API dualkv_status dualkv_attention_backward(const dualkv_attention_backward_params* params);
 
 /* ---------------------------------------------------------------------------------------------- packing */

@@ -162,7 +162,7 @@ class dualkv_attention_backward_params(VersionedStructure):
         ("dv", dualkv_tensor),
         ("dsinks", c_void_p),
         ("deterministic", c_int32),
-        ("reserved", c_int32),
+        ("any_plan", c_int32),
         ("workspace", c_void_p),
         ("workspace_bytes", c_size_t),
     ]

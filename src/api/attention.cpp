@@ -9,7 +9,6 @@
 
 using dualkv::api::Guard;
 using dualkv::api::IsAligned;
-using dualkv::api::RequireCpu;
 using dualkv::api::RequireData;
 using dualkv::api::RequireDevice;
 using dualkv::api::RequireDtype;
@@ -84,13 +83,17 @@ const Plan& CheckShapes(const dualkv_attention_params& params) {
   return plan;
 }
 
-// What the CUDA kernels ask for beyond what the CPU's do.
-void CheckCuda(const dualkv_attention_params& params, const Plan& plan) {
+void RequireCudaTypes(const dualkv_attention_params& params) {
   if (params.dtype != DUALKV_BFLOAT16 && params.dtype != DUALKV_FLOAT16) {
     throw dualkv::core::Unsupported(dualkv::core::Concat(
         "dtype must be DUALKV_BFLOAT16 (2) or DUALKV_FLOAT16 (3) on CUDA, got ", params.dtype));
   }
   RequireCudaHeadDim(params.head_dim);
+}
+
+// What the CUDA kernels ask for beyond what the CPU's do.
+void CheckCuda(const dualkv_attention_params& params, const Plan& plan) {
+  RequireCudaTypes(params);
   const dualkv::core::TileSizes tiles =
       dualkv::cuda::AttentionForwardTiles(params.num_heads, params.num_kv_heads, params.head_dim);
   Require(plan.forward.tile_sizes == tiles, "plan must have the tiles of dualkv_plan_set_tiles, ",
@@ -113,12 +116,6 @@ void CheckCuda(const dualkv_attention_params& params, const Plan& plan) {
   Require(IsAligned(params.lse, alignof(float)), "lse must be aligned to 4 bytes, got ", params.lse);
 }
 
-// The CPU's backward takes each key tile whole.
-const Plan& CheckCpuBackward(const Plan& plan) {
-  Require(plan.backward_parts == 0, "plan must have backward_parts 0 on the CPU, got ", plan.backward_parts);
-  return plan;
-}
-
 const Plan& CheckForward(const dualkv_attention_params& params) {
   const Plan& plan = CheckShapes(params);
   RequireData(params.q.data, params.query_rows, "q.data");
@@ -126,6 +123,45 @@ const Plan& CheckForward(const dualkv_attention_params& params) {
   RequireData(params.v.data, params.key_rows, "v.data");
   RequireData(params.out.data, params.query_rows, "out.data");
   return plan;
+}
+
+// What the workspace depends on.
+const Plan& CheckBackwardShapes(const dualkv_attention_backward_params& params) {
+  const dualkv_attention_params& forward = params.forward;
+  const Plan& plan = CheckShapes(forward);
+  Require(params.deterministic == 0 || params.deterministic == 1, "deterministic must be 0 or 1, got ",
+          params.deterministic);
+  Require(params.any_plan == 0 || params.any_plan == 1, "any_plan must be 0 or 1, got ", params.any_plan);
+  if (forward.device == DUALKV_CUDA) {
+    RequireCudaTypes(forward);
+    const dualkv::core::TileSizes tiles =
+        dualkv::cuda::AttentionBackwardTiles(forward.num_heads, forward.num_kv_heads, forward.head_dim);
+    const int32_t parts = dualkv::cuda::AttentionBackwardParts(forward.num_kv_heads);
+    Require(plan.backward.tile_sizes == tiles && plan.backward_parts == parts,
+            "plan must have the backward tiles and backward_parts of dualkv_plan_set_tiles, ", tiles.query,
+            " x ", tiles.key, " and ", parts, ", got ", plan.backward.tile_sizes.query, " x ",
+            plan.backward.tile_sizes.key, " and ", plan.backward_parts);
+  } else {
+    Require(plan.backward_parts == 0, "plan must have backward_parts 0 on the CPU, got ",
+            plan.backward_parts);
+  }
+  return plan;
+}
+
+size_t BackwardWorkspace(const dualkv_attention_backward_params& params, const Plan& plan) {
+  return params.forward.device == DUALKV_CUDA ? dualkv::cuda::AttentionBackwardWorkspace(params, plan)
+                                              : dualkv::cpu::AttentionBackwardWorkspace(params, plan);
+}
+
+void CheckCudaBackward(const dualkv_attention_backward_params& params, const Plan& plan) {
+  const dualkv_attention_params& forward = params.forward;
+  CheckCuda(forward, plan);
+  CheckCudaTensor(params.dout, forward.query_rows, forward.num_heads, "dout");
+  CheckCudaTensor(params.dq, forward.query_rows, forward.num_heads, "dq");
+  CheckCudaTensor(params.dk, forward.key_rows, forward.num_kv_heads, "dk");
+  CheckCudaTensor(params.dv, forward.key_rows, forward.num_kv_heads, "dv");
+  Require(IsAligned(params.dlse, alignof(float)), "dlse must be aligned to 4 bytes, got ", params.dlse);
+  Require(IsAligned(params.dsinks, alignof(float)), "dsinks must be aligned to 4 bytes, got ", params.dsinks);
 }
 
 }  // namespace
@@ -174,9 +210,7 @@ dualkv_status dualkv_attention_backward_workspace(const dualkv_attention_backwar
     RequireStruct(params, "params");
     RequireStruct(&params->forward, "params.forward");
     RequirePointer(bytes, "bytes");
-    RequireCpu(params->forward.device, "the backward pass of attention");
-    const Plan& plan = CheckCpuBackward(CheckShapes(params->forward));
-    *bytes = dualkv::cpu::AttentionBackwardWorkspace(*params, plan);
+    *bytes = BackwardWorkspace(*params, CheckBackwardShapes(*params));
   });
 }
 
@@ -185,8 +219,8 @@ dualkv_status dualkv_attention_backward(const dualkv_attention_backward_params* 
     RequireStruct(params, "params");
     RequireStruct(&params->forward, "params.forward");
     const dualkv_attention_params& forward = params->forward;
-    RequireCpu(forward.device, "the backward pass of attention");
-    const Plan& plan = CheckCpuBackward(CheckForward(forward));
+    CheckBackwardShapes(*params);
+    const Plan& plan = CheckForward(forward);
     RequireData(params->dout.data, forward.query_rows, "dout.data");
     RequireData(params->dq.data, forward.query_rows, "dq.data");
     RequireData(params->dk.data, forward.key_rows, "dk.data");
@@ -194,15 +228,16 @@ dualkv_status dualkv_attention_backward(const dualkv_attention_backward_params* 
     Require(forward.lse != nullptr || forward.query_rows == 0, "lse must not be NULL in the backward");
     Require((params->dsinks != nullptr) == (forward.sinks != nullptr),
             "dsinks must be given if and only if sinks is");
-    Require(params->reserved == 0, "reserved must be 0, got ", params->reserved);
-    Require(params->deterministic == 0 || params->deterministic == 1, "deterministic must be 0 or 1, got ",
-            params->deterministic);
-    const size_t needed = dualkv::cpu::AttentionBackwardWorkspace(*params, plan);
+    const size_t needed = BackwardWorkspace(*params, plan);
     Require(params->workspace_bytes >= needed, "workspace_bytes must be at least ", needed, ", got ",
             params->workspace_bytes);
-    Require(needed == 0 ||
-                (params->workspace != nullptr && reinterpret_cast<uintptr_t>(params->workspace) % 64 == 0),
+    Require(needed == 0 || (params->workspace != nullptr && IsAligned(params->workspace, 64)),
             "workspace must be aligned to 64 bytes, got ", params->workspace);
-    dualkv::cpu::AttentionBackward(*params, plan);
+    if (forward.device == DUALKV_CUDA) {
+      CheckCudaBackward(*params, plan);
+      dualkv::cuda::AttentionBackward(*params, plan);
+    } else {
+      dualkv::cpu::AttentionBackward(*params, plan);
+    }
   });
 }

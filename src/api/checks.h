@@ -20,18 +20,6 @@ inline void RequireDevice(int32_t device) {
                 "device must be DUALKV_CPU (0) or DUALKV_CUDA (1), got ", device);
 }
 
-// For operations without CUDA kernels.
-inline void RequireCpu(int32_t device, const char* operation) {
-  RequireDevice(device);
-  if (device == DUALKV_CUDA) {
-    throw core::Unsupported(core::Concat(operation, " has no CUDA kernels yet: move the tensors to the CPU"));
-  }
-}
-
-inline bool IsAligned(const void* data, uintptr_t bytes) {
-  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
-}
-
 // Data of `count` entries or rows; NULL is accepted for none.
 inline void RequireData(const void* data, int64_t count, const char* name) {
   core::Require(data != nullptr || count == 0, name, " must not be NULL for ", count, " entries");

@@ -16,6 +16,10 @@ int32_t AttentionBackwardParts(int32_t num_kv_heads);
 
 void AttentionForward(const dualkv_attention_params& params, const core::Plan& plan);
 
+// Bytes of the workspace; its address is not looked at.
+size_t AttentionBackwardWorkspace(const dualkv_attention_backward_params& params, const core::Plan& plan);
+void AttentionBackward(const dualkv_attention_backward_params& params, const core::Plan& plan);
+
 inline constexpr int32_t kMaxHeadDim = 128;
 
 }  // namespace dualkv::cuda

@@ -1,8 +1,6 @@
 // Host side of the forward: from the parameters of the C interface to those of the kernel.
-#include <algorithm>
 #include <array>
 #include <limits>
-#include <numbers>
 
 #include "core/error.h"
 #include "core/plan.h"
@@ -11,6 +9,7 @@
 #include "cuda/attention_forward/launch.h"
 #include "cuda/launch.h"
 #include "cuda/packed_heads.h"
+#include "cuda/scores.h"
 #include "cuda/tensor_map.h"
 
 namespace dualkv::cuda {
@@ -57,10 +56,6 @@ void AttentionForward(const dualkv_attention_params& params, const core::Plan& p
                                                         {params.num_kv_heads, x.head_stride, 1},
                                                         {params.key_rows, x.row_stride, shape.keys}}});
   };
-  constexpr double kLog2E = std::numbers::log2e;
-  static constexpr double kMost = std::numeric_limits<float>::max();
-  auto narrow = [](double x) { return static_cast<float>(std::clamp(x, -kMost, kMost)); };
-  const float scale = narrow(params.scale * kLog2E);
   const Params kernel_params = {
       .queries = EncodeTensorMap(
           params.q.data, dtype,
@@ -83,18 +78,9 @@ void AttentionForward(const dualkv_attention_params& params, const core::Plan& p
       .packed = packed,
       .packs_per_kv_head = group / packed,
       .rows_per_tile = rows_per_tile,
-      // A scale of 0 becomes one that leaves no score different from 0: hidden scores stay infinite.
-      .exponent_scale = scale != 0 ? scale : std::numeric_limits<float>::denorm_min(),
-      .exponent_cap = narrow(params.softcap * kLog2E),
-      .tanh_scale = params.softcap > 0 ? narrow(2 * kLog2E * params.scale / params.softcap) : 0.0f};
+      .softcap = MakeSoftcap(params)};
   auto* launch = params.head_dim <= 64 ? LaunchHeadDim64 : LaunchHeadDim128;
   launch(dtype == DUALKV_BFLOAT16, kernel_params, static_cast<cudaStream_t>(params.stream));
 }
-
-core::TileSizes AttentionBackwardTiles(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim) {
-  return {.query = 64 / PackedHeads(num_heads / num_kv_heads, 64), .key = head_dim <= 64 ? 192 : 128};
-}
-
-int32_t AttentionBackwardParts(int32_t num_kv_heads) { return (2 * 132 + num_kv_heads - 1) / num_kv_heads; }
 
 }  // namespace dualkv::cuda

@@ -27,11 +27,4 @@ void Launch(void (*kernel)(Params), int blocks, int threads, size_t shared_bytes
   Launch(reinterpret_cast<const void*>(kernel), blocks, threads, shared_bytes, stream, arguments);
 }
 
-// One block for each multiprocessor of the current device.
-template <class Params>
-void LaunchPersistent(void (*kernel)(Params), int threads, size_t shared_bytes, cudaStream_t stream,
-                      const Params& params) {
-  Launch(kernel, NumMultiprocessors(), threads, shared_bytes, stream, params);
-}
-
 }  // namespace dualkv::cuda

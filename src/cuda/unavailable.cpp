@@ -18,6 +18,8 @@ core::TileSizes AttentionForwardTiles(int32_t, int32_t, int32_t) { Refuse(); }
 core::TileSizes AttentionBackwardTiles(int32_t, int32_t, int32_t) { Refuse(); }
 int32_t AttentionBackwardParts(int32_t) { Refuse(); }
 void AttentionForward(const dualkv_attention_params&, const core::Plan&) { Refuse(); }
+size_t AttentionBackwardWorkspace(const dualkv_attention_backward_params&, const core::Plan&) { Refuse(); }
+void AttentionBackward(const dualkv_attention_backward_params&, const core::Plan&) { Refuse(); }
 void LinearLogprobChunkForward(const dualkv_linear_logprob_chunk_params&) { Refuse(); }
 void LinearLogprobChunkBackward(const dualkv_linear_logprob_chunk_backward_params&) { Refuse(); }
 

@@ -368,13 +368,6 @@ def test_head_dims_without_kernels_are_refused():
         dualkv.DevicePlan(FOREST, num_heads=4, num_kv_heads=2, head_dim=136)
 
 
-def test_log_probs_have_no_kernels():
-    hidden, weight = torch.randn(3, 8, device="cuda"), torch.randn(5, 8, device="cuda")
-    rows = torch.arange(3, device="cuda")
-    with pytest.raises(NotImplementedError, match="linear_logprob has no CUDA kernels yet: move the tensors"):
-        dualkv.linear_logprob(hidden, weight, rows, rows)
-
-
 @pytest.mark.parametrize("options", [{"scale": math.nan}, {"softcap": -1.0}, {"scale": math.inf}], ids=str)
 def test_values_are_checked_before_anything_is_launched(options):
     with pytest.raises(ValueError, match="must be finite"):

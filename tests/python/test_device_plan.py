@@ -41,8 +41,8 @@ def test_tile_sizes_of_cuda_are_those_of_its_kernels_or_say_that_there_are_none(
     if has_cuda_kernels():
         # Query rows of a tile: of heads that share keys, as many lie side by side as fill 15 of its 16ths.
         for heads, kv_heads, dim, tiles in (
-            (1, 1, 8, (256, 64, 64, 192, 264)),
-            (14, 2, 64, (36, 64, 9, 192, 132)),
+            (1, 1, 8, (256, 64, 128, 128, 264)),
+            (14, 2, 64, (36, 64, 18, 128, 132)),
             (32, 8, 128, (48, 64, 16, 128, 33)),
             (28, 4, 128, (27, 64, 9, 128, 66)),
             (40, 8, 128, (38, 64, 12, 128, 33)),

@@ -8,6 +8,7 @@
 
 #include "core/plan_image.h"
 #include "cuda/ptx/barrier.cuh"
+#include "cuda/softcap.cuh"
 
 namespace dualkv::cuda::attention_forward {
 
@@ -114,30 +115,12 @@ struct Params {
   int32_t packed;           // heads in a query tile; divides H / Hk
   int32_t packs_per_kv_head;
   int32_t rows_per_tile;  // query rows; rows_per_tile * packed <= the query tile
-  // Scores as base-2 exponents: exponent_scale * q.k; softcapped, exponent_cap * tanh(tanh_scale / 2 * q.k),
-  // where tanh_scale is in the units of base-2 exponents.
-  float exponent_scale;  // not 0
-  float exponent_cap;    // 0: no softcap
-  float tanh_scale;
+  Softcap softcap;
 };
 
 // The part of the plan's image at an offset from its header.
 __device__ __forceinline__ const std::byte* PartOfPlan(const Params& params, uint64_t offset) {
   return reinterpret_cast<const std::byte*>(params.plan) + offset;
 }
-
-// Where a buffer of a ring is used for the n-th time, and the parity of its barriers' phase.
-template <int kSize>
-struct RingPosition {
-  uint32_t index = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void Next() {
-    if (++index == kSize) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 }  // namespace dualkv::cuda::attention_forward

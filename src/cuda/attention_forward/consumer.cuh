@@ -9,11 +9,13 @@
 #include <type_traits>
 
 #include "core/visibility.h"
+#include "cuda/accumulators.cuh"
 #include "cuda/attention_forward/config.cuh"
 #include "cuda/attention_forward/softmax.cuh"
 #include "cuda/ptx/tensor_copy.cuh"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/ring.cuh"
 
 namespace dualkv::cuda::attention_forward {
 
@@ -41,7 +43,7 @@ class Consumer {
         top_(64 * index + threadIdx.x % 128 / 32 * 16),
         window_left_(params.plan->window_left),
         total_tokens_(params.plan->total_tokens) {
-    softmax_.factor = kSoftcap ? 1.0f : params.exponent_scale;
+    softmax_.factor = kSoftcap ? 1.0f : params.softcap.exponent_scale;
     softmax_.Reset();
   }
 
@@ -89,7 +91,7 @@ class Consumer {
         next = WaitStep();
         ptx::WgmmaWait<0>();
         ptx::Pin(sums);
-        Release(memory_.values_empty, values_);
+        Release(memory_.values_empty, values_, lane_);
         if (rescaled) {
 #pragma unroll
           for (int i = 0; i < kSums; ++i) {
@@ -107,7 +109,7 @@ class Consumer {
       FinishScores(next.flags, scores);
       ptx::WgmmaWait<0>();
       ptx::Pin(sums);
-      Release(memory_.values_empty, values_);
+      Release(memory_.values_empty, values_, lane_);
       FinishTile(sums);
       softmax_.Update(scores, rescale);
       PackWeights(scores, weights);
@@ -127,26 +129,7 @@ class Consumer {
  private:
   __device__ __forceinline__ StepHead WaitStep() {
     ptx::MbarrierWait(&memory_.keys_full[keys_.index], keys_.parity);
-    return ForAllLanes(memory_.steps[keys_.index].head);
-  }
-
-  // What the producer wrote, read by the lane that also lets the buffer go. So its order to the producer's
-  // next write is plain to see, for race checkers too, and for the compiler its value is the same for all
-  // threads: it would not let products run on across branches that threads may part at.
-  template <class T>
-  __device__ __forceinline__ T ForAllLanes(const T& shared) const {
-    constexpr int kWords = sizeof(T) / sizeof(int32_t);
-    int32_t words[kWords] = {};
-    if (lane_ == 0) {
-      memcpy(words, &shared, sizeof(T));
-    }
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      words[i] = __shfl_sync(0xffffffff, words[i], 0);
-    }
-    T value;
-    memcpy(&value, words, sizeof(T));
-    return value;
+    return ForAllLanes(memory_.steps[keys_.index].head, lane_);
   }
 
   __device__ __forceinline__ void WaitQueries() {
@@ -161,7 +144,7 @@ class Consumer {
     if (flags & StepHead::kMasked) {
       Mask(scores);
     }
-    Release(memory_.keys_empty, keys_);
+    Release(memory_.keys_empty, keys_, lane_);
   }
 
   __device__ __forceinline__ void PackWeights(const float (&scores)[kScores],
@@ -170,16 +153,6 @@ class Consumer {
     for (int i = 0; i < kScores / 2; ++i) {
       weights[i] = ptx::Pack<Element>(scores[2 * i], scores[2 * i + 1]);
     }
-  }
-
-  // Lets the producer overwrite a buffer.
-  template <int kSize>
-  __device__ __forceinline__ void Release(ptx::Mbarrier (&empty)[kSize], RingPosition<kSize>& position) {
-    __syncwarp();
-    if (lane_ == 0) {
-      ptx::MbarrierArrive(&empty[position.index]);
-    }
-    position.Next();
   }
 
   // scores = queries keys^T
@@ -227,25 +200,17 @@ class Consumer {
     ptx::NamedBarrierSync(1 + index_, 128);
   }
 
-  // Softcaps the scores, in the units of base-2 exponents: tanh(x) = 1 - 2 / (1 + exp(2 x)), and near 0,
-  // where that difference has no digits left, x - x^3 / 3.
   __device__ __forceinline__ void Cap(float (&scores)[kScores]) const {
-    const float cap = params_.exponent_cap;
-    constexpr float kUnit = 2 * kLog2E;  // of t, which is 2 x as a base-2 exponent
-    constexpr float kNear = 0.05f * kUnit, kThird = 1 / (3 * kUnit * kUnit);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      const float t = scores[i] * params_.tanh_scale;
-      const float near = scores[i] * params_.exponent_scale * fmaf(-kThird * t, t, 1.0f);
-      const float far = fmaf(ptx::Reciprocal(1.0f + ptx::Exp2(t)), -2 * cap, cap);
-      scores[i] = fabsf(t) < kNear ? near : far;
+      scores[i] = params_.softcap(scores[i]);
     }
   }
 
   // Hides the keys that a row does not see.
   __device__ __forceinline__ void Mask(float (&scores)[kScores]) const {
-    const Step step = ForAllLanes(memory_.steps[keys_.index]);
-    const QueryTile tile = ForAllLanes(memory_.query_tiles[scored_.index]);
+    const Step step = ForAllLanes(memory_.steps[keys_.index], lane_);
+    const QueryTile tile = ForAllLanes(memory_.query_tiles[scored_.index], lane_);
     const int32_t column = step.head.key_begin + 2 * (lane_ % 4);  // of the thread's first score
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -282,7 +247,7 @@ class Consumer {
   // Writes out and lse of the tile's rows, and lets go of it; the softmax starts anew.
   __device__ __forceinline__ void FinishTile(const float (&sums)[kSums]) {
     const int32_t lane = ptx::FreshLane();
-    const QueryTile tile = ForAllLanes(memory_.query_tiles[summed_.index]);
+    const QueryTile tile = ForAllLanes(memory_.query_tiles[summed_.index], lane_);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const ProductRow row = memory_.product_rows[top_ + 8 * i + lane / 4];
@@ -295,39 +260,10 @@ class Consumer {
       }
       Element* out = static_cast<Element*>(params_.out) + target * params_.out_row_stride +
                      head * params_.out_head_stride;
-#pragma unroll
-      for (int block = 0; block < kHeadDim / 8; block += 4) {
-        // Lane q of the quad has columns 2 q and 2 q + 1 of four blocks; it gets all 8 columns of block q.
-        uint32_t words[4];
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          const float* pair = sums + 4 * (block + b) + 2 * i;
-          words[b] = ptx::Pack<Element>(pair[0] * factor, pair[1] * factor);
-        }
-        TransposeInQuad(lane, words);
-        const int32_t column = block + lane % 4;
-        if (valid && 8 * column < params_.head_dim) {
-          reinterpret_cast<uint4*>(out)[column] = {words[0], words[1], words[2], words[3]};
-        }
-      }
+      StoreRow(out, sums, i, factor, params_.head_dim, valid, lane);
     }
     softmax_.Reset();
-    Release(memory_.queries_empty, summed_);
-  }
-
-  // words[b] of lane q goes to words[q] of lane b, within each four lanes.
-  static __device__ __forceinline__ void TransposeInQuad(int32_t lane, uint32_t (&words)[4]) {
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-      const bool upper = lane & bit;
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        if (!(b & bit)) {
-          const uint32_t received = __shfl_xor_sync(0xffffffff, upper ? words[b] : words[b | bit], bit);
-          (upper ? words[b] : words[b | bit]) = received;
-        }
-      }
-    }
+    Release(memory_.queries_empty, summed_, lane_);
   }
 
   // Row of out and lse; -1 if it is not to be written.

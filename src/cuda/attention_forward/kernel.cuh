@@ -75,9 +75,8 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>, 1) Kernel(const __grid_con
 template <class Element, int kHeadDim>
 void LaunchFor(const Params& params, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(SharedMemory<Element, kHeadDim>);
-  LaunchPersistent(
-      params.exponent_cap > 0 ? Kernel<Element, kHeadDim, true> : Kernel<Element, kHeadDim, false>,
-      kThreads<kHeadDim>, kBytes, stream, params);
+  Launch(params.softcap.exponent_cap > 0 ? Kernel<Element, kHeadDim, true> : Kernel<Element, kHeadDim, false>,
+         NumMultiprocessors(), kThreads<kHeadDim>, kBytes, stream, params);
 }
 
 }  // namespace dualkv::cuda::attention_forward

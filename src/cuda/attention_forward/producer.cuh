@@ -6,6 +6,7 @@
 
 #include "cuda/attention_forward/config.cuh"
 #include "cuda/ptx/tensor_copy.cuh"
+#include "cuda/ring.cuh"
 
 namespace dualkv::cuda::attention_forward {
 

@@ -6,11 +6,9 @@
 #include <cstdint>
 
 #include "cuda/ptx/warpgroup.cuh"
+#include "cuda/softcap.cuh"
 
 namespace dualkv::cuda::attention_forward {
-
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float QuadMax(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));

@@ -9,8 +9,8 @@
 
 namespace dualkv::cuda::ptx {
 
-// Copies the box at coordinates (x, y, z) of a 3-dimensional tensor; its bytes arrive on `barrier`. What lies
-// outside the tensor arrives as zeros. One thread calls.
+// Copies the box at coordinates (x, y, ..) of a tensor; its bytes arrive on `barrier`. What lies outside the
+// tensor arrives as zeros. One thread calls.
 __device__ __forceinline__ void TensorCopy3d(void* shared, const CUtensorMap* map, Mbarrier* barrier,
                                              int32_t x, int32_t y, int32_t z) {
   asm volatile(
@@ -28,6 +28,19 @@ __device__ __forceinline__ void TensorCopy4d(void* shared, const CUtensorMap* ma
       "[%2];" ::"r"(SharedAddress(shared)),
       "l"(map), "r"(SharedAddress(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
+}
+
+// Copies 4 bytes from device to shared memory, or writes 0 if not `valid`; `source` is not read then.
+__device__ __forceinline__ void CopyWord(void* shared, const void* source, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(SharedAddress(shared)), "l"(source),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
+
+// Arrives on `barrier` when this thread's copies of words have arrived. It counts as one of its arrivals.
+__device__ __forceinline__ void ArriveAfterCopies(Mbarrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
+               : "memory");
 }
 
 // Makes this thread's ordinary stores to shared memory visible to the tensor cores and the TMA. A barrier

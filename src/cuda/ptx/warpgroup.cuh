@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 namespace dualkv::cuda::ptx {
@@ -50,6 +51,25 @@ __device__ __forceinline__ uint32_t Pack(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   }
   return packed;
+}
+
+template <class Element>
+__device__ __forceinline__ float2 Unpack(uint32_t packed) {
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+  } else {
+    __half2 halves;
+    memcpy(&halves, &packed, sizeof(packed));
+    return __half22float2(halves);
+  }
+}
+
+// Stores four 8 x 8 matrices of 2-byte elements to shared memory: lane l has the address of row l % 8 of
+// matrix l / 8, and of row l / 4 of matrix m, in packed[m], the elements 2 (l % 4) and the next.
+__device__ __forceinline__ void StoreMatrices(uint32_t shared, const uint32_t* packed) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+               : "memory");
 }
 
 }  // namespace dualkv::cuda::ptx

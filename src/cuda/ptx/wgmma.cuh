@@ -58,6 +58,7 @@ __device__ __forceinline__ uint64_t Advance(uint64_t operand, uint32_t bytes) {
 }
 
 // Shared: A and B from shared memory, both K-major.
+// SharedTransposed: A and B from shared memory, both MN-major.
 // Registers: A from registers, B from shared memory, MN-major.
 // d: N / 2 accumulators; accumulate: add to them, or overwrite them.
 template <class Element, int kN>
@@ -75,13 +76,14 @@ struct Wgmma;
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-#define DUALKV_WGMMA_SHARED_64(TYPE)                                                         \
+#define DUALKV_WGMMA_SHARED_64(TYPE, TRANSPOSED)                                             \
   asm volatile(                                                                              \
       "{\n"                                                                                  \
       ".reg .pred p;\n"                                                                      \
       "setp.ne.b32 p, %34, 0;\n"                                                             \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" DUALKV_PLACES_0_TO_31 \
-      "}, %32, %33, p, 1, 1, 0, 0;\n"                                                        \
+      "}, %32, %33, p, 1, 1, " TRANSPOSED ", " TRANSPOSED                                    \
+      ";\n"                                                                                  \
       "}\n"                                                                                  \
       : DUALKV_OUT_32(0)                                                                     \
       : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)))
@@ -99,9 +101,16 @@ template <class Element>
 struct Wgmma<Element, 64> {
   static __device__ __forceinline__ void Shared(float* d, uint64_t a, uint64_t b, bool accumulate) {
     if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
-      DUALKV_WGMMA_SHARED_64("bf16");
+      DUALKV_WGMMA_SHARED_64("bf16", "0");
     } else {
-      DUALKV_WGMMA_SHARED_64("f16");
+      DUALKV_WGMMA_SHARED_64("f16", "0");
+    }
+  }
+  static __device__ __forceinline__ void SharedTransposed(float* d, uint64_t a, uint64_t b, bool accumulate) {
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+      DUALKV_WGMMA_SHARED_64("bf16", "1");
+    } else {
+      DUALKV_WGMMA_SHARED_64("f16", "1");
     }
   }
   static __device__ __forceinline__ void Registers(float* d, const uint32_t* a, uint64_t b, bool accumulate) {
@@ -115,6 +124,17 @@ struct Wgmma<Element, 64> {
 #undef DUALKV_WGMMA_SHARED_64
 #undef DUALKV_WGMMA_REGISTERS_64
 
+#define DUALKV_WGMMA_SHARED_128(TYPE)                                                         \
+  asm volatile(                                                                               \
+      "{\n"                                                                                   \
+      ".reg .pred p;\n"                                                                       \
+      "setp.ne.b32 p, %66, 0;\n"                                                              \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" DUALKV_PLACES_0_TO_31 \
+      ", " DUALKV_PLACES_32_TO_63                                                             \
+      "}, %64, %65, p, 1, 1, 0, 0;\n"                                                         \
+      "}\n"                                                                                   \
+      : DUALKV_OUT_32(0), DUALKV_OUT_32(32)                                                   \
+      : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)))
 #define DUALKV_WGMMA_REGISTERS_128(TYPE)                                                      \
   asm volatile(                                                                               \
       "{\n"                                                                                   \
@@ -128,6 +148,13 @@ struct Wgmma<Element, 64> {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int32_t>(accumulate)))
 template <class Element>
 struct Wgmma<Element, 128> {
+  static __device__ __forceinline__ void Shared(float* d, uint64_t a, uint64_t b, bool accumulate) {
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+      DUALKV_WGMMA_SHARED_128("bf16");
+    } else {
+      DUALKV_WGMMA_SHARED_128("f16");
+    }
+  }
   static __device__ __forceinline__ void Registers(float* d, const uint32_t* a, uint64_t b, bool accumulate) {
     if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
       DUALKV_WGMMA_REGISTERS_128("bf16");
@@ -136,6 +163,7 @@ struct Wgmma<Element, 128> {
     }
   }
 };
+#undef DUALKV_WGMMA_SHARED_128
 #undef DUALKV_WGMMA_REGISTERS_128
 #undef DUALKV_PLACES_32_TO_63
 #undef DUALKV_PLACES_0_TO_31

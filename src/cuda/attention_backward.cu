@@ -1,0 +1,195 @@
+// Host side of the backward: from the parameters of the C interface to those of the kernels.
+#include <array>
+#include <limits>
+
+#include "core/error.h"
+#include "core/plan.h"
+#include "cuda/attention.h"
+#include "cuda/attention_backward/config.cuh"
+#include "cuda/attention_backward/launch.h"
+#include "cuda/attention_backward/prepare.cuh"
+#include "cuda/launch.h"
+#include "cuda/packed_heads.h"
+#include "cuda/scores.h"
+#include "cuda/tensor_map.h"
+
+namespace dualkv::cuda {
+namespace {
+
+using namespace attention_backward;
+
+// The kernel for a head dim is that of the next larger tile.
+int32_t KernelHeadDim(int32_t head_dim) { return head_dim <= 64 ? 64 : 128; }
+int32_t ProductRows(int32_t head_dim) { return head_dim <= 64 ? kQueryTile<64> : kQueryTile<128>; }
+
+// Multiprocessors of the GPUs that the kernels are for. Plans do not ask the device: they are made for
+// several.
+constexpr int32_t kMultiprocessors = 132;
+
+// The caller's workspace.
+struct Workspace {
+  int32_t* next_item;
+  int32_t* turns;    // [H / packed, row_pitch], for results that repeat
+  float* exponents;  // [H / packed, row_pitch]
+  float* delta;      // [H / packed, row_pitch]
+  float* dq;         // [H / packed * row_pitch, kernel's D]
+  float* partials;   // [parts, Hk, 2, kKeyTile, kernel's D]
+  int64_t row_pitch;
+  int64_t num_counters;
+  size_t bytes;
+
+  Workspace(const dualkv_attention_backward_params& params, const core::Plan& plan) {
+    const dualkv_attention_params& forward = params.forward;
+    auto* base = static_cast<std::byte*>(params.workspace);
+    bytes = 0;
+    auto take = [&](int64_t count) {
+      void* taken = base == nullptr ? nullptr : base + bytes;
+      bytes += (count * 4 + 255) / 256 * 256;
+      return taken;
+    };
+    const int32_t packed =
+        PackedHeads(forward.num_heads / forward.num_kv_heads, ProductRows(forward.head_dim));
+    row_pitch = (forward.query_rows * packed + 7) / 8 * 8;
+    const int64_t rows = forward.num_heads / packed * row_pitch;
+    num_counters = 64 + (params.deterministic ? rows : 0);  // the counter of items has a line of its own
+    next_item = static_cast<int32_t*>(take(num_counters));
+    turns = params.deterministic && next_item != nullptr ? next_item + 64 : nullptr;
+    exponents = static_cast<float*>(take(rows));
+    delta = static_cast<float*>(take(rows));
+    dq = static_cast<float*>(take(rows * KernelHeadDim(forward.head_dim)));
+    const int64_t parts = params.any_plan ? 2 * int64_t{plan.backward_parts} : plan.num_partials;
+    partials = static_cast<float*>(
+        take(parts * forward.num_kv_heads * 2 * kKeyTile * KernelHeadDim(forward.head_dim)));
+  }
+};
+
+}  // namespace
+
+core::TileSizes AttentionBackwardTiles(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim) {
+  const int32_t products = ProductRows(head_dim);
+  return {.query = products / PackedHeads(num_heads / num_kv_heads, products), .key = kKeyTile};
+}
+
+int32_t AttentionBackwardParts(int32_t num_kv_heads) {
+  return (2 * kMultiprocessors + num_kv_heads - 1) / num_kv_heads;
+}
+
+size_t AttentionBackwardWorkspace(const dualkv_attention_backward_params& params, const core::Plan& plan) {
+  return Workspace(params, plan).bytes;
+}
+
+void AttentionBackward(const dualkv_attention_backward_params& params, const core::Plan& plan) {
+  RequireHopper();
+  const dualkv_attention_params& forward = params.forward;
+  const int64_t items = static_cast<int64_t>(plan.backward.tiles.size()) * forward.num_kv_heads;
+  core::Require(items <= std::numeric_limits<int32_t>::max() / 2,
+                "the plan has too many tiles for num_kv_heads ", forward.num_kv_heads,
+                " on CUDA: ", plan.backward.tiles.size());
+  const Workspace workspace(params, plan);
+  const int32_t group = forward.num_heads / forward.num_kv_heads;
+  const int32_t packed = PackedHeads(group, ProductRows(forward.head_dim));
+  const int32_t rows_per_tile = plan.backward.tile_sizes.query;
+  const auto dtype = static_cast<dualkv_dtype>(forward.dtype);
+  const auto* image = static_cast<const core::PlanImageHeader*>(forward.device_plan);
+  // Without rows there may be no address, which a map has to have; nothing is read from it then.
+  auto address = [&](const dualkv_tensor& x, int64_t rows) {
+    return rows > 0 ? x.data : forward.device_plan;
+  };
+  auto map_queries = [&](const dualkv_tensor& x) {
+    return EncodeTensorMap(
+        address(x, forward.query_rows), dtype,
+        std::array<MapDimension, 4>{{{forward.head_dim, 1, 64},
+                                     {packed, x.head_stride, packed},
+                                     {forward.num_heads / packed, x.head_stride * packed, 1},
+                                     {forward.query_rows, x.row_stride, rows_per_tile}}});
+  };
+  auto map_keys = [&](const dualkv_tensor& x) {
+    return EncodeTensorMap(address(x, forward.key_rows), dtype,
+                           std::array<MapDimension, 3>{{{forward.head_dim, 1, 64},
+                                                        {forward.num_kv_heads, x.head_stride, 1},
+                                                        {forward.key_rows, x.row_stride, kKeyTile}}});
+  };
+  const auto query_rows = static_cast<int32_t>(forward.query_rows);
+  const auto query_row_begin = static_cast<int32_t>(forward.query_row_begin);
+  const float scale = Narrow(forward.scale);
+  const auto* lse = static_cast<const float*>(forward.lse);
+
+  const PrepareParams prepare = {.out = forward.out.data,
+                                 .dout = params.dout.data,
+                                 .out_row_stride = forward.out.row_stride,
+                                 .out_head_stride = forward.out.head_stride,
+                                 .dout_row_stride = params.dout.row_stride,
+                                 .dout_head_stride = params.dout.head_stride,
+                                 .lse = lse,
+                                 .dlse = static_cast<const float*>(params.dlse),
+                                 .exponents = workspace.exponents,
+                                 .delta = workspace.delta,
+                                 .row_pitch = workspace.row_pitch,
+                                 .dq = workspace.dq,
+                                 .counters = workspace.next_item,
+                                 .num_counters = workspace.num_counters,
+                                 .query_rows = query_rows,
+                                 .num_heads = forward.num_heads,
+                                 .head_dim = forward.head_dim,
+                                 .packed = packed};
+  const Params main = {.queries = map_queries(forward.q),
+                       .douts = map_queries(params.dout),
+                       .keys = map_keys(forward.k),
+                       .values = map_keys(forward.v),
+                       .plan = image,
+                       .lse = workspace.exponents,
+                       .delta = workspace.delta,
+                       .dq = workspace.dq,
+                       .row_pitch = workspace.row_pitch,
+                       .partials = workspace.partials,
+                       .next_item = workspace.next_item,
+                       .turns = workspace.turns,
+                       .dk = params.dk.data,
+                       .dv = params.dv.data,
+                       .dk_row_stride = params.dk.row_stride,
+                       .dk_head_stride = params.dk.head_stride,
+                       .dv_row_stride = params.dv.row_stride,
+                       .dv_head_stride = params.dv.head_stride,
+                       .query_rows = query_rows,
+                       .query_row_begin = query_row_begin,
+                       .num_heads = forward.num_heads,
+                       .num_kv_heads = forward.num_kv_heads,
+                       .head_dim = forward.head_dim,
+                       .packed = packed,
+                       .packs_per_kv_head = group / packed,
+                       .rows_per_tile = rows_per_tile,
+                       .scale = scale,
+                       .softcap = MakeSoftcap(forward)};
+  const FinishParams finish = {.plan = image,
+                               .accumulated = workspace.dq,
+                               .partials = workspace.partials,
+                               .dq = params.dq.data,
+                               .dk = params.dk.data,
+                               .dv = params.dv.data,
+                               .dq_row_stride = params.dq.row_stride,
+                               .dq_head_stride = params.dq.head_stride,
+                               .dk_row_stride = params.dk.row_stride,
+                               .dk_head_stride = params.dk.head_stride,
+                               .dv_row_stride = params.dv.row_stride,
+                               .dv_head_stride = params.dv.head_stride,
+                               .query_rows = query_rows,
+                               .query_row_begin = query_row_begin,
+                               .key_rows = static_cast<int32_t>(forward.key_rows),
+                               .num_heads = forward.num_heads,
+                               .num_kv_heads = forward.num_kv_heads,
+                               .head_dim = forward.head_dim,
+                               .row_pitch = workspace.row_pitch,
+                               .packed = packed,
+                               .scale = scale};
+  const SinkParams sinks = {.sinks = static_cast<const float*>(forward.sinks),
+                            .lse = lse,
+                            .delta = workspace.delta,
+                            .dsinks = static_cast<float*>(params.dsinks),
+                            .row_pitch = workspace.row_pitch,
+                            .query_rows = query_rows,
+                            .packed = packed};
+  auto* launch = forward.head_dim <= 64 ? LaunchHeadDim64 : LaunchHeadDim128;
+  launch(dtype == DUALKV_BFLOAT16, prepare, main, finish, sinks, static_cast<cudaStream_t>(forward.stream));
+}
+
+}  // namespace dualkv::cuda

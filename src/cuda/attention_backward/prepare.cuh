@@ -1,0 +1,233 @@
+// What runs before the backward kernel and after it: a pass over the rows each.
+#pragma once
+
+#include "cuda/attention_backward/config.cuh"
+#include "cuda/launch.h"
+#include "cuda/ptx/warpgroup.cuh"
+
+namespace dualkv::cuda::attention_backward {
+
+struct PrepareParams {
+  const void* out;   // [query_rows, H, D]
+  const void* dout;  // [query_rows, H, D]
+  int64_t out_row_stride, out_head_stride;
+  int64_t dout_row_stride, dout_head_stride;
+  const float* lse;   // [H, query_rows]
+  const float* dlse;  // [H, query_rows], or null
+  float* exponents;   // [H / packed, row_pitch]: lse in the units of base-2 exponents
+  float* delta;       // [H / packed, row_pitch]; rows are pairs of a query row and a packed head
+  int64_t row_pitch;  // query_rows * packed, rounded up
+  float* dq;          // [H * row_pitch / packed, kernel's D], see AccumulatedRow
+  int32_t* counters;  // set to 0
+  int64_t num_counters;
+  int32_t query_rows;
+  int32_t num_heads;
+  int32_t head_dim;
+  int32_t packed;
+};
+
+// Of each row and head: lse as the kernel takes it, and delta = sum over d of out * dout, less dlse. dq and
+// the counters become 0. A row and head take a lane for each 8 columns.
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
+  constexpr int kLanes = kHeadDim / 8;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = thread; i < params.num_counters; i += threads) {
+    params.counters[i] = 0;
+  }
+  const int64_t quads = params.row_pitch * (params.num_heads / params.packed) * kHeadDim / 4;
+  for (int64_t i = thread; i < quads; i += threads) {
+    reinterpret_cast<float4*>(params.dq)[i] = float4{0, 0, 0, 0};
+  }
+  const int32_t lane = threadIdx.x % kLanes;
+  // All lanes of a warp go on as long as one does: they add up together.
+  const int64_t count = static_cast<int64_t>(params.query_rows) * params.num_heads;
+  for (int64_t first = (thread & -32) / kLanes; first < count; first += threads / kLanes) {
+    const int64_t index = first + threadIdx.x % 32 / kLanes;
+    const int64_t row = index / params.num_heads;
+    const auto head = static_cast<int32_t>(index % params.num_heads);
+    const bool valid = index < count && 8 * lane < params.head_dim;
+    float sum = 0;
+    if (valid) {
+      auto load = [&](const void* data, int64_t row_stride, int64_t head_stride) {
+        return __ldg(reinterpret_cast<const uint4*>(static_cast<const Element*>(data) + row * row_stride +
+                                                    head * head_stride) +
+                     lane);
+      };
+      const uint4 out = load(params.out, params.out_row_stride, params.out_head_stride);
+      const uint4 dout = load(params.dout, params.dout_row_stride, params.dout_head_stride);
+      const uint32_t a[4] = {out.x, out.y, out.z, out.w}, b[4] = {dout.x, dout.y, dout.z, dout.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = ptx::Unpack<Element>(a[i]), y = ptx::Unpack<Element>(b[i]);
+        sum = fmaf(x.y, y.y, fmaf(x.x, y.x, sum));
+      }
+    }
+#pragma unroll
+    for (int bit = 1; bit < kLanes; bit *= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, bit);
+    }
+    if (index < count && lane == 0) {
+      const int64_t source = static_cast<int64_t>(head) * params.query_rows + row;
+      const int64_t target =
+          head / params.packed * params.row_pitch + row * params.packed + head % params.packed;
+      params.exponents[target] = params.lse[source] * kLog2E;
+      params.delta[target] = params.dlse == nullptr ? sum : sum - params.dlse[source];
+    }
+  }
+}
+
+struct FinishParams {
+  const core::PlanImageHeader* plan;
+  const float* accumulated;  // dq, see AccumulatedRow
+  const float* partials;     // [num_partials, Hk, 2, kKeyTile, kernel's D]
+  void* dq;                  // [query_rows, H, D]
+  void* dk;                  // [key_rows, Hk, D]
+  void* dv;                  // [key_rows, Hk, D]
+  int64_t dq_row_stride, dq_head_stride;
+  int64_t dk_row_stride, dk_head_stride;
+  int64_t dv_row_stride, dv_head_stride;
+  int32_t query_rows;
+  int32_t query_row_begin;
+  int32_t key_rows;
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int64_t row_pitch;
+  int32_t packed;
+  float scale;
+};
+
+template <class Element>
+__device__ __forceinline__ uint4 Pack8(const float (&x)[8], float factor) {
+  return {ptx::Pack<Element>(x[0] * factor, x[1] * factor), ptx::Pack<Element>(x[2] * factor, x[3] * factor),
+          ptx::Pack<Element>(x[4] * factor, x[5] * factor), ptx::Pack<Element>(x[6] * factor, x[7] * factor)};
+}
+
+// dq in the output type, dk and dv of the key tiles that were cut into parts, and zeros for rows that take no
+// part.
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(256) Finish(const FinishParams params) {
+  const core::PlanImageHeader& plan = *params.plan;
+  const auto* image = reinterpret_cast<const std::byte*>(params.plan);
+  const auto* cleared = reinterpret_cast<const core::Interval*>(image + plan.cleared);
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+
+  auto is_query = [&](int32_t row) {
+    bool result = row < plan.total_tokens;
+    for (int32_t i = 0; i < plan.num_cleared; ++i) {
+      result = result && (row < cleared[i].begin || row >= cleared[i].end);
+    }
+    return result;
+  };
+  // Sixteen columns of dq at a time.
+  const int32_t blocks = (params.head_dim + 15) / 16;
+  const int64_t count = static_cast<int64_t>(params.query_rows) * params.num_heads * blocks;
+  for (int64_t i = thread; i < count; i += threads) {
+    const auto block = static_cast<int32_t>(i % blocks);
+    const auto head = static_cast<int32_t>(i / blocks % params.num_heads);
+    const int64_t row = i / blocks / params.num_heads;
+    float low[8] = {}, high[8] = {};
+    if (is_query(static_cast<int32_t>(row) + params.query_row_begin)) {
+      const int64_t source_row =
+          head / params.packed * params.row_pitch + row * params.packed + head % params.packed;
+      const auto* source = reinterpret_cast<const float4*>(
+          params.accumulated + AccumulatedRow(source_row, kHeadDim) + kBlockFloats * block);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const float4 x = source[q];
+        low[2 * q] = x.x, low[2 * q + 1] = x.y, high[2 * q] = x.z, high[2 * q + 1] = x.w;
+      }
+    }
+    auto* dq = reinterpret_cast<uint4*>(static_cast<Element*>(params.dq) + row * params.dq_row_stride +
+                                        head * params.dq_head_stride + 16 * block);
+    dq[0] = Pack8<Element>(low, params.scale);
+    if (16 * block + 8 < params.head_dim) {
+      dq[1] = Pack8<Element>(high, params.scale);
+    }
+  }
+
+  // Eight columns of dk or dv at a time.
+  const int32_t columns = params.head_dim / 8;
+  auto for_key_rows = [&](int32_t begin, int32_t end, auto value) {
+    const int64_t entries = static_cast<int64_t>(end - begin) * params.num_kv_heads * 2 * columns;
+    for (int64_t i = thread; i < entries; i += threads) {
+      const auto column = static_cast<int32_t>(i % columns);
+      const auto which = static_cast<int32_t>(i / columns % 2);
+      const auto head = static_cast<int32_t>(i / columns / 2 % params.num_kv_heads);
+      const int64_t row = begin + i / columns / 2 / params.num_kv_heads;
+      Element* target =
+          which == 0
+              ? static_cast<Element*>(params.dk) + row * params.dk_row_stride + head * params.dk_head_stride
+              : static_cast<Element*>(params.dv) + row * params.dv_row_stride + head * params.dv_head_stride;
+      float sums[8] = {};
+      value(static_cast<int32_t>(row), head, which, 8 * column, sums);
+      reinterpret_cast<uint4*>(target)[column] = Pack8<Element>(sums, 1.0f);
+    }
+  };
+  const auto* split = reinterpret_cast<const core::ImageSplitTile*>(image + plan.split_tiles);
+  for (int32_t t = 0; t < plan.num_split_tiles; ++t) {
+    const core::ImageSplitTile tile = split[t];
+    for_key_rows(tile.begin, tile.end,
+                 [&](int32_t row, int32_t head, int32_t which, int32_t column, float(&sums)[8]) {
+                   for (int32_t p = tile.partial_begin; p < tile.partial_end; ++p) {
+                     const float* part =
+                         params.partials +
+                         (((static_cast<int64_t>(p) * params.num_kv_heads + head) * 2 + which) * kKeyTile +
+                          row - tile.begin) *
+                             kHeadDim +
+                         column;
+#pragma unroll
+                     for (int j = 0; j < 8; ++j) {
+                       sums[j] += part[j];
+                     }
+                   }
+                 });
+  }
+  for_key_rows(plan.total_tokens, params.key_rows, [](int32_t, int32_t, int32_t, int32_t, float(&)[8]) {});
+}
+
+struct SinkParams {
+  const float* sinks;  // [H]
+  const float* lse;    // [H, query_rows]
+  const float* delta;  // [H / packed, row_pitch]
+  float* dsinks;       // [H]
+  int64_t row_pitch;
+  int32_t query_rows;
+  int32_t packed;
+};
+
+// A block for each head. A sink's weight has no value to be multiplied with: its gradient is -weight * delta.
+static __global__ void __launch_bounds__(1024) DifferentiateSinks(const SinkParams params) {
+  __shared__ float sums[32];
+  const float* lses = params.lse + static_cast<int64_t>(blockIdx.x) * params.query_rows;
+  const float* deltas =
+      params.delta + blockIdx.x / params.packed * params.row_pitch + blockIdx.x % params.packed;
+  const float sink = params.sinks[blockIdx.x];
+  float sum = 0;
+  for (int32_t row = threadIdx.x; row < params.query_rows; row += blockDim.x) {
+    const float lse = lses[row];
+    if (lse != -INFINITY) {  // a row that is no query
+      sum -= expf(sink - lse) * deltas[static_cast<int64_t>(row) * params.packed];
+    }
+  }
+#pragma unroll
+  for (int bit = 16; bit > 0; bit /= 2) {
+    sum += __shfl_xor_sync(0xffffffff, sum, bit);
+  }
+  if (threadIdx.x % 32 == 0) {
+    sums[threadIdx.x / 32] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float total = 0;
+    for (int i = 0; i < 32; ++i) {
+      total += sums[i];
+    }
+    params.dsinks[blockIdx.x] = total;
+  }
+}
+
+}  // namespace dualkv::cuda::attention_backward

@@ -1,0 +1,25 @@
+// Accesses to device memory that blocks share.
+#pragma once
+
+#include <cstdint>
+
+namespace dualkv::cuda::ptx {
+
+// Adds to four neighbouring floats, aligned to 16 bytes; each is added to by itself, in no order.
+__device__ __forceinline__ void ReduceAdd(float* target, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(a), "f"(b),
+               "f"(c), "f"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ int32_t LoadAcquire(const int32_t* source) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void AddRelease(int32_t* target, int32_t value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
+}
+
+}  // namespace dualkv::cuda::ptx

@@ -1,0 +1,256 @@
+// The backward on CUDA through the C interface: against the oracle, against the CPU backend, and run again.
+// CudaAttentionBackwardSmall has every kernel and is small enough for compute-sanitizer.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "attention_on_device.h"
+#include "expect_error.h"
+#include "within_budget.h"
+
+namespace dualkv::testing {
+namespace {
+
+// Forward and backward; outputs and the workspace are poisoned before.
+template <class Element>
+void RunOnDevice(AttentionProblem<Element>& p, bool deterministic) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (Tensor<Element>* tensor : {&p.out, &p.dq, &p.dk, &p.dv}) {
+    tensor->Poison();
+  }
+  std::fill(p.lse.begin(), p.lse.end(), kNan);
+  std::fill(p.dsinks.begin(), p.dsinks.end(), kNan);
+  DeviceArray<Element> q(p.q.data()), k(p.k.data()), v(p.v.data()), out(p.out.data()), dout(p.dout.data()),
+      dq(p.dq.data()), dk(p.dk.data()), dv(p.dv.data());
+  DeviceArray<float> lse(p.lse), dlse(p.dlse), sinks(p.sinks), dsinks(p.dsinks);
+  DeviceArray<std::byte> image(p.plan->Image());
+  dualkv_attention_backward_params params = p.MakeParams();
+  dualkv_attention_params& forward = params.forward;
+  forward.q.data = q.data();
+  forward.k.data = k.data();
+  forward.v.data = v.data();
+  forward.out.data = out.data();
+  forward.lse = lse.data();
+  forward.sinks = p.options.sinks ? sinks.data() : nullptr;
+  forward.device_plan = image.data();
+  forward.device_plan_bytes = image.bytes();
+  params.dout.data = dout.data();
+  params.dlse = p.options.dlse ? dlse.data() : nullptr;
+  params.dq.data = dq.data();
+  params.dk.data = dk.data();
+  params.dv.data = dv.data();
+  params.dsinks = p.options.sinks ? dsinks.data() : nullptr;
+  params.deterministic = deterministic;
+  Check(dualkv_attention_forward(&forward));
+  Check(dualkv_attention_backward_workspace(&params, &params.workspace_bytes));
+  DeviceArray<std::byte> workspace(std::vector<std::byte>(params.workspace_bytes, std::byte{0xff}));
+  params.workspace = workspace.data();
+  Check(dualkv_attention_backward(&params));
+  p.out.data() = out.ToHost();
+  p.lse = lse.ToHost();
+  p.dq.data() = dq.ToHost();
+  p.dk.data() = dk.ToHost();
+  p.dv.data() = dv.ToHost();
+  p.dsinks = dsinks.ToHost();
+}
+
+// The results of the last run, which is deterministic, stay in the problem.
+template <class Element>
+void RunRepeatedly(AttentionProblem<Element>& p) {
+  RunOnDevice(p, false);
+  const Tensor<Element> dk = p.dk, dv = p.dv;
+  const std::vector<float> dsinks = p.dsinks;
+  RunOnDevice(p, true);
+  EXPECT_TRUE(SameBits(p.dk.data(), dk.data()) && SameBits(p.dv.data(), dv.data()) &&
+              SameBits(p.dsinks, dsinks))
+      << "dk, dv and dsinks have the same bits in every run";
+  const Tensor<Element> dq = p.dq;
+  RunOnDevice(p, true);
+  EXPECT_TRUE(SameBits(p.dq.data(), dq.data())) << "dq has the same bits in every deterministic run";
+  EXPECT_TRUE(SameBits(p.dk.data(), dk.data()) && SameBits(p.dv.data(), dv.data()));
+  p.dq.Poison();
+  CopyElements(dq, p.dq);
+  EXPECT_TRUE(SameBits(p.dq.data(), dq.data())) << "the gaps of dq are left alone";
+}
+
+template <class Element>
+struct Gradients {
+  explicit Gradients(const AttentionResult& r) : dq(r.dq), dk(r.dk), dv(r.dv), dsinks(r.dsinks) {}
+  template <class OnCpu>
+  explicit Gradients(const AttentionProblem<OnCpu>& p)
+      : dq(Flat(p.dq)), dk(Flat(p.dk)), dv(Flat(p.dv)), dsinks(p.dsinks.begin(), p.dsinks.end()) {}
+
+  std::vector<double> dq, dk, dv, dsinks;
+};
+
+template <class Element>
+void ExpectRight(const AttentionProblem<Element>& p, const Gradients<Element>& plain,
+                 const Gradients<Element>& oracle, double dsinks_terms) {
+  constexpr double kEpsilon = Type<Element>::kEpsilon;
+  const Gradients<Element> got(p);
+  ExpectWithinBudget("dq", got.dq, plain.dq, oracle.dq, kEpsilon);
+  ExpectWithinBudget("dk", got.dk, plain.dk, oracle.dk, kEpsilon);
+  ExpectWithinBudget("dv", got.dv, plain.dv, oracle.dv, kEpsilon);
+  if (p.options.sinks) {
+    ExpectWithinBudget("dsinks", got.dsinks, plain.dsinks, oracle.dsinks, kEpsilon, dsinks_terms);
+  }
+}
+
+template <class Element>
+void CheckAgainstOracle(const ForestSpec& forest, AttentionOptions options, uint64_t seed) {
+  options.device = DUALKV_CUDA;
+  SCOPED_TRACE(options.ToString() + "; " + forest.ToString());
+  AttentionProblem<Element> problem(forest, options, seed);
+  PoisonUnusedRows(problem);
+  RunRepeatedly(problem);
+  const AttentionResult plain = ReferenceAttention<float>(problem);
+  const AttentionResult oracle = ReferenceAttention<long double>(problem);
+  ExpectRight(problem, Gradients<Element>(plain), Gradients<Element>(oracle), oracle.dsinks_terms);
+}
+
+// The CPU backend in the type of `p`, or in a wider one.
+template <class OnCpu, class Element>
+AttentionProblem<OnCpu> RunOnCpu(const AttentionProblem<Element>& p) {
+  AttentionOptions options = p.options;
+  options.device = DUALKV_CPU;
+  AttentionProblem<OnCpu> on_cpu(p.spec, options, 0);
+  CopyElements(p.q, on_cpu.q);
+  CopyElements(p.k, on_cpu.k);
+  CopyElements(p.v, on_cpu.v);
+  CopyElements(p.dout, on_cpu.dout);
+  std::copy(p.sinks.begin(), p.sinks.end(), on_cpu.sinks.begin());
+  std::copy(p.dlse.begin(), p.dlse.end(), on_cpu.dlse.begin());
+  on_cpu.Run();
+  return on_cpu;
+}
+
+template <class Element>
+void CheckAgainstCpu(const ForestSpec& forest, AttentionOptions options, uint64_t seed) {
+  options.device = DUALKV_CUDA;
+  options.num_threads = 0;
+  SCOPED_TRACE(options.ToString() + "; " + forest.ToString());
+  AttentionProblem<Element> problem(forest, options, seed);
+  PoisonUnusedRows(problem);
+  RunRepeatedly(problem);
+  const auto oracle = RunOnCpu<double>(problem);
+  double terms = 0;
+  for (const double x : oracle.dsinks) {
+    terms = std::max(terms, std::abs(x) * std::sqrt(static_cast<double>(problem.query_rows)));
+  }
+  ExpectRight(problem, Gradients<Element>(RunOnCpu<Element>(problem)), Gradients<Element>(oracle), terms);
+}
+
+using CudaAttentionBackwardSmall = CudaTest;
+using CudaAttentionBackward = CudaTest;
+
+TEST_F(CudaAttentionBackwardSmall, EveryKernel) {
+  const ForestSpec forest{{70, 100, 0, 33, 90}, {-1, 0, 0, 0, -1}};
+  for (const int64_t dim : {40, 128}) {
+    for (const double softcap : {0, 2}) {
+      const AttentionOptions options{.num_heads = 6,
+                                     .num_kv_heads = 2,
+                                     .head_dim = dim,
+                                     .scale = 0.3,
+                                     .softcap = softcap,
+                                     .sinks = softcap > 0,
+                                     .dlse = true,
+                                     .gap = 8,
+                                     .extra_rows = 3};
+      CheckAgainstOracle<BFloat16>(forest, options, 1);
+      CheckAgainstOracle<Float16>(forest, options, 2);
+    }
+  }
+}
+
+TEST_F(CudaAttentionBackwardSmall, WindowsAndKeysOnlySegments) {
+  const ForestSpec forest{{70, 133, 90}, {-1, 0, 0}};
+  for (const int64_t dim : {64, 96}) {
+    AttentionOptions options{.num_heads = 4, .head_dim = dim, .scale = 0.2, .window_left = 40};
+    options.keys_only = {1, 0, 0};
+    CheckAgainstOracle<BFloat16>(forest, options, 1);
+    options.query_row_begin = 70;
+    CheckAgainstOracle<BFloat16>(forest, options, 2);
+  }
+}
+
+TEST_F(CudaAttentionBackwardSmall, BlocksTakeSeveralTiles) {
+  ForestSpec forest{{100, 80}, {-1, 0}};
+  forest.lengths.resize(40, 2);
+  forest.parents.resize(40, -1);
+  for (const int64_t dim : {64, 128}) {
+    CheckAgainstOracle<BFloat16>(forest, {.num_heads = 8, .num_kv_heads = 8, .head_dim = dim, .scale = 0.2},
+                                 1);
+  }
+}
+
+TEST_F(CudaAttentionBackwardSmall, EmptyBatches) {
+  CheckAgainstOracle<BFloat16>({{}, {}}, {}, 1);
+  CheckAgainstOracle<BFloat16>({{0, 0}, {-1, 0}}, {.extra_rows = 3}, 1);
+  AttentionOptions no_queries{.num_heads = 2};
+  no_queries.keys_only = {1};
+  CheckAgainstOracle<Float16>({{5}, {-1}}, no_queries, 1);
+  no_queries.query_row_begin = 5;
+  CheckAgainstOracle<Float16>({{5}, {-1}}, no_queries, 1);
+}
+
+TEST_F(CudaAttentionBackward, MatchesTheOracleOnRandomForests) {
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 rng(seed);
+    const ForestSpec forest = RandomForest(rng, 8, seed % 4 == 0 ? 90 : 20);
+    AttentionOptions options = RandomOptions(rng, forest);
+    options.dlse = rng() % 2;
+    (seed % 2 == 0 ? CheckAgainstOracle<BFloat16> : CheckAgainstOracle<Float16>)(forest, options, seed);
+    if (HasFailure()) {
+      return;
+    }
+  }
+}
+
+TEST_F(CudaAttentionBackward, MatchesTheCpuOnRandomForests) {
+  for (uint64_t seed = 100; seed < 160; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 rng(seed);
+    const ForestSpec forest = RandomForest(rng, 12, seed % 4 == 0 ? 700 : 200);
+    AttentionOptions options = RandomOptions(rng, forest);
+    options.dlse = rng() % 2;
+    (seed % 2 == 0 ? CheckAgainstCpu<BFloat16> : CheckAgainstCpu<Float16>)(forest, options, seed);
+    if (HasFailure()) {
+      return;
+    }
+  }
+}
+
+TEST_F(CudaAttentionBackward, EveryHeadDimIsRight) {
+  const ForestSpec forest{{100, 30, 0, 90}, {-1, 0, 0, 0}};
+  for (int64_t dim = 8; dim <= 128; dim += 8) {
+    const AttentionOptions options{.num_heads = 2, .head_dim = dim, .scale = 1 / std::sqrt(dim)};
+    CheckAgainstOracle<BFloat16>(forest, options, dim);
+    CheckAgainstOracle<Float16>(forest, options, dim);
+  }
+}
+
+TEST_F(CudaAttentionBackward, EveryRatioOfHeadsIsRight) {
+  const ForestSpec forest{{100, 30, 0, 90}, {-1, 0, 0, 0}};
+  for (const int64_t ratio : {1, 2, 3, 4, 5, 7, 8, 10, 12, 14, 15, 16, 32}) {
+    for (const int64_t dim : {64, 128}) {
+      const AttentionOptions options{
+          .num_heads = 2 * ratio, .num_kv_heads = 2, .head_dim = dim, .scale = 1 / std::sqrt(dim)};
+      CheckAgainstCpu<BFloat16>(forest, options, ratio);
+    }
+  }
+}
+
+TEST_F(CudaAttentionBackward, ManyTreesOfOneRow) {
+  ForestSpec forest{{400, 150, 7}, {-1, 0, 0}};
+  forest.lengths.resize(3000, 1);
+  forest.parents.resize(3000, -1);
+  for (const int64_t dim : {64, 128}) {
+    CheckAgainstCpu<BFloat16>(forest, {.num_heads = 8, .num_kv_heads = 2, .head_dim = dim, .scale = 0.1}, 1);
+  }
+}
+
+}  // namespace
+}  // namespace dualkv::testing
