@@ -223,7 +223,7 @@ def compile_flex(batch: Batch, backward: bool) -> None:
 
 def compile_ahead(batches: list[Batch], backward: bool) -> None:
     """FlexAttention takes ten seconds or more for each batch: in several processes at a time."""
-    processes = min(len(batches), multiprocessing.cpu_count() // 2, 8)
+    processes = min(len(batches), multiprocessing.cpu_count() - 2)
     if processes > 1:
         with multiprocessing.get_context("spawn").Pool(processes) as pool:  # terminates them at its end
             tasks = [(batch, backward) for batch in batches]

@@ -20,6 +20,10 @@ inline void RequireDevice(int32_t device) {
                 "device must be DUALKV_CPU (0) or DUALKV_CUDA (1), got ", device);
 }
 
+inline bool IsAligned(const void* data, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+}
+
 // Data of `count` entries or rows; NULL is accepted for none.
 inline void RequireData(const void* data, int64_t count, const char* name) {
   core::Require(data != nullptr || count == 0, name, " must not be NULL for ", count, " entries");
