@@ -125,7 +125,8 @@ typedef struct dualkv_plan_params {
   int32_t backward_key_tile;
   int32_t backward_parts; /* 0 to 65536. 0: the backward's key tiles stay whole, as the CPU backend needs
                              them. n > 0: one with more than 1 / n of all visits to query tiles is cut into
-                             the fewest parts of at most 1 / n, or of a single visit */
+                             the fewest parts of at most 1 / n, or of a single visit; up to n that make many
+                             visits both to their own segment and to others are cut between these first */
   int32_t reserved;
 } dualkv_plan_params;
 
@@ -178,7 +179,7 @@ typedef struct dualkv_plan_view {
   const int32_t* first_query_tile; /* [backward.num_runs] */
   const int32_t* turn;             /* [backward.num_runs] */
   /* Order in which the backward adds the parts of a key tile. They have consecutive indices among all parts,
-   * in the order of the query rows that they visit. There are fewer than 2 * backward_parts. */
+   * in the order of the query rows that they visit. */
   int64_t num_partials;
   const int32_t* partial; /* [backward.num_tiles] index of the part; -1 for a tile that is whole */
 } dualkv_plan_view;

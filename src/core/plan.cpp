@@ -232,14 +232,15 @@ Schedule ByKeys(const Plan& plan, const Schedule& by_queries) {
   return schedule;
 }
 
-// Cuts the tiles that make more than 1 / parts of all visits into parts, see dualkv_plan_params, and returns
-// the `partial` of each tile. parts >= 1.
+// Cuts tiles into parts, see dualkv_plan_params, and returns the `partial` of each tile. parts >= 1.
 //
-// There are fewer than 2 * parts parts. Let V be the number of all visits and m = max(floor(V / parts), 1)
-// the most that a part makes. A tile that is cut makes v > m visits, in ceil(v / m) <= 2 v / (m + 1) parts:
-// with v = a m + b, a >= 1 and 1 <= b <= m, this is (a + 1) (m + 1) <= 2 a m + 2 b, or 0 <= (a - 1) (m - 1) +
-// 2 (b - 1). So there are at most 2 V / (m + 1) parts, and V / (m + 1) < parts.
-std::vector<int32_t> CutIntoParts(Schedule& schedule, int32_t parts) {
+// With V the number of all visits and m = max(floor(V / parts), 1) the most that a part makes, there are
+// fewer than 2 * parts parts besides those that the ends of segments make: a piece of v > m visits is cut
+// into ceil(v / m) <= 2 v / (m + 1): with v = a m + b, a >= 1 and 1 <= b <= m, this is (a + 1) (m + 1) <= 2 a
+// m + 2 b, or 0 <= (a - 1) (m - 1) + 2 (b - 1). So there are at most 2 V / (m + 1) of these, and V / (m + 1)
+// < parts.
+std::vector<int32_t> CutIntoParts(Schedule& schedule, std::span<const dualkv_segment> segments,
+                                  int32_t parts) {
   const int32_t query_tile = schedule.tile_sizes.query;
   auto visits_of = [&](auto begin, auto end) {
     return std::accumulate(begin, end, int64_t{0}, [&](int64_t sum, const dualkv_run& run) {
@@ -248,34 +249,59 @@ std::vector<int32_t> CutIntoParts(Schedule& schedule, int32_t parts) {
   };
   const int64_t most = std::max<int64_t>(visits_of(schedule.runs.begin(), schedule.runs.end()) / parts, 1);
 
+  // Visits to rows of the keys' own segment; the other rows are those of its descendants.
+  auto own_visits_of = [&](const dualkv_tile& tile) {
+    int64_t own = 0;
+    for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
+      const dualkv_run& run = schedule.runs[r];
+      const int32_t rows = std::min(run.end, segments[run.segment].end) - run.begin;
+      own += rows > 0 ? CeilDiv(rows, query_tile) : 0;
+    }
+    return own;
+  };
+  auto falls_apart = [&](int64_t visits, int64_t own) {
+    return own >= kVisitsApart && visits - own >= kVisitsApart;
+  };
+  auto begin_of = [&](const dualkv_tile& tile) { return schedule.runs.begin() + tile.run_begin; };
+  auto end_of = [&](const dualkv_tile& tile) { return schedule.runs.begin() + tile.run_end; };
+  const bool some_apart =
+      std::count_if(schedule.tiles.begin(), schedule.tiles.end(), [&](const dualkv_tile& tile) {
+        return falls_apart(visits_of(begin_of(tile), end_of(tile)), own_visits_of(tile));
+      }) <= parts;
+
   std::vector<dualkv_tile> tiles;
   std::vector<dualkv_run> runs;
   std::vector<int32_t> partial;
   int32_t num_partials = 0;
   for (const dualkv_tile& tile : schedule.tiles) {
-    auto run = schedule.runs.begin() + tile.run_begin;
-    const int64_t visits = visits_of(run, schedule.runs.begin() + tile.run_end);
-    const int64_t count = std::max<int64_t>((visits + most - 1) / most, 1);
+    auto run = begin_of(tile);
+    const int64_t visits = visits_of(run, end_of(tile)), own = own_visits_of(tile);
+    const bool apart = some_apart && falls_apart(visits, own);
     int32_t done = 0;  // rows of *run that earlier parts have taken
-    for (int64_t part = 0; part < count; ++part) {
-      const auto run_begin = static_cast<int32_t>(runs.size());
-      for (int64_t left = visits * (part + 1) / count - visits * part / count; left > 0;) {
-        dualkv_run share = *run;
-        share.begin += done;
-        if (const int64_t needed = CeilDiv(share.end - share.begin, query_tile); needed <= left) {
-          left -= needed;
-          done = 0;
-          ++run;
-        } else {
-          share.end = share.begin + static_cast<int32_t>(left) * query_tile;
-          left = 0;
-          done = share.end - run->begin;
+    const bool cut = apart || visits > most;
+    for (int piece = 0; piece <= apart; ++piece) {
+      const int64_t in_piece = !apart ? visits : piece == 0 ? own : visits - own;
+      const int64_t count = std::max<int64_t>((in_piece + most - 1) / most, 1);
+      for (int64_t part = 0; part < count; ++part) {
+        const auto run_begin = static_cast<int32_t>(runs.size());
+        for (int64_t left = in_piece * (part + 1) / count - in_piece * part / count; left > 0;) {
+          dualkv_run share = *run;
+          share.begin += done;
+          if (const int64_t needed = CeilDiv(share.end - share.begin, query_tile); needed <= left) {
+            left -= needed;
+            done = 0;
+            ++run;
+          } else {
+            share.end = share.begin + static_cast<int32_t>(left) * query_tile;
+            left = 0;
+            done = share.end - run->begin;
+          }
+          runs.push_back(share);
         }
-        runs.push_back(share);
+        RequireFewRuns(runs.size());
+        tiles.push_back({tile.begin, tile.end, run_begin, static_cast<int32_t>(runs.size())});
+        partial.push_back(cut ? num_partials++ : -1);
       }
-      RequireFewRuns(runs.size());
-      tiles.push_back({tile.begin, tile.end, run_begin, static_cast<int32_t>(runs.size())});
-      partial.push_back(count > 1 ? num_partials++ : -1);
     }
   }
   schedule.tiles = std::move(tiles);
@@ -349,7 +375,7 @@ Plan::Plan(const Forest& forest_, int64_t window_left_, std::span<const uint8_t>
 
   partial.assign(backward.tiles.size(), -1);
   if (backward_parts > 0) {
-    partial = CutIntoParts(backward, backward_parts);
+    partial = CutIntoParts(backward, forest.segments(), backward_parts);
   }
   num_partials = std::count_if(partial.begin(), partial.end(), [](int32_t p) { return p >= 0; });
   const std::vector<int32_t> order = OrderByWork(backward);

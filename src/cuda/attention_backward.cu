@@ -57,7 +57,7 @@ struct Workspace {
     exponents = static_cast<float*>(take(rows));
     delta = static_cast<float*>(take(rows));
     dq = static_cast<float*>(take(rows * KernelHeadDim(forward.head_dim)));
-    const int64_t parts = params.any_plan ? 2 * int64_t{plan.backward_parts} : plan.num_partials;
+    const int64_t parts = params.any_plan ? core::MostPartials(plan.backward_parts) : plan.num_partials;
     partials = static_cast<float*>(
         take(parts * forward.num_kv_heads * 2 * kKeyTile * KernelHeadDim(forward.head_dim)));
   }

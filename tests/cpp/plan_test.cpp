@@ -1,3 +1,5 @@
+#include "core/plan.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -176,8 +178,10 @@ class PlanChecker {
            tiles;
   }
 
-  // Heavy key tiles, and no others, are cut into equal parts that are light enough and no more than needed.
+  // Heavy key tiles, and no others, are cut into equal parts that are light enough and no more than needed;
+  // those with much work in their own segment and in its descendants are cut between these first.
   void CheckParts() {
+    constexpr int64_t kVisitsApart = 64;
     struct Entry {
       int32_t partial;
       int64_t visits;
@@ -185,6 +189,7 @@ class PlanChecker {
       int32_t end_row;
     };
     std::map<int32_t, std::vector<Entry>> entries;  // of each key tile
+    std::map<int32_t, int64_t> own;                 // visits of a key tile to rows of its own segment
     int64_t all = 0;
     for (int64_t t = 0; t < view_.backward.num_tiles; ++t) {
       const dualkv_tile& tile = view_.backward.tiles[t];
@@ -192,42 +197,64 @@ class PlanChecker {
       for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
         const dualkv_run& run = view_.backward.runs[r];
         ASSERT_GE(run.begin, entry.end_row) << "rows are visited in order";
-        entry.visits += (run.end - run.begin + spec_.query_tile - 1) / spec_.query_tile;
+        for (int32_t row = run.begin; row < run.end; row += spec_.query_tile) {
+          ++entry.visits;
+          own[tile.begin] += truth_.segment(row) == truth_.segment(tile.begin);
+        }
         entry.first_row = entry.first_row < 0 ? run.begin : entry.first_row;
         entry.end_row = run.end;
       }
       all += entry.visits;
       entries[tile.begin].push_back(entry);
     }
+    const int64_t limit = spec_.parts == 0 ? all : std::max<int64_t>(all / spec_.parts, 1);
+    auto falls_apart = [&](int32_t begin) {
+      int64_t visits = 0;
+      for (const Entry& part : entries[begin]) {
+        visits += part.visits;
+      }
+      return own[begin] >= kVisitsApart && visits - own[begin] >= kVisitsApart;
+    };
+    const bool some_apart = std::count_if(entries.begin(), entries.end(), [&](const auto& entry) {
+                              return falls_apart(entry.first);
+                            }) <= spec_.parts;
     int32_t partials = 0;
     for (auto& [begin, parts] : entries) {
       SCOPED_TRACE("key tile at " + std::to_string(begin));
       std::sort(parts.begin(), parts.end(),
                 [](const Entry& a, const Entry& b) { return a.partial < b.partial; });
-      int64_t visits = 0, fewest = INT64_MAX, most = 0;
+      int64_t visits = 0;
       for (const Entry& part : parts) {
         visits += part.visits;
-        fewest = std::min(fewest, part.visits);
-        most = std::max(most, part.visits);
       }
-      const int64_t limit = spec_.parts == 0 ? all : std::max<int64_t>(all / spec_.parts, 1);
-      if (visits <= limit) {
+      const bool apart = spec_.parts > 0 && some_apart && falls_apart(begin);
+      if (visits <= limit && !apart) {
         ASSERT_EQ(parts.size(), 1u) << "light enough to stay whole";
         ASSERT_EQ(parts[0].partial, -1);
         continue;
       }
-      ASSERT_EQ(static_cast<int64_t>(parts.size()), (visits + limit - 1) / limit);
-      ASSERT_LE(most, limit);
-      ASSERT_LE(most - fewest, 1);
+      auto part = parts.begin();
       int32_t row = -1;
-      for (const Entry& part : parts) {
-        ASSERT_EQ(part.partial, partials++) << "of tiles and parts in the order of their rows";
-        ASSERT_GE(part.first_row, row);
-        row = part.end_row;
+      for (const int64_t piece : {apart ? own[begin] : visits, apart ? visits - own[begin] : 0}) {
+        int64_t done = 0, fewest = INT64_MAX, most = 0, count = 0;
+        for (; done < piece; ++part, ++count) {
+          ASSERT_NE(part, parts.end());
+          ASSERT_EQ(part->partial, partials++) << "of tiles and parts in the order of their rows";
+          ASSERT_GE(part->first_row, row);
+          row = part->end_row;
+          done += part->visits;
+          fewest = std::min(fewest, part->visits);
+          most = std::max(most, part->visits);
+        }
+        ASSERT_EQ(done, piece) << "no part has rows on both sides of the cut";
+        ASSERT_EQ(count, (piece + limit - 1) / limit);
+        ASSERT_LE(most, limit);
+        ASSERT_TRUE(count == 0 || most - fewest <= 1);
       }
+      ASSERT_EQ(part, parts.end());
     }
     ASSERT_EQ(view_.num_partials, partials);
-    ASSERT_TRUE(partials < 2 * spec_.parts || partials == 0) << partials << " parts";
+    ASSERT_LE(partials, core::MostPartials(spec_.parts));
   }
 
   void CheckTurns() {

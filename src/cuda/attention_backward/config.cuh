@@ -104,6 +104,7 @@ struct SharedMemory {
   Visit visits[kVisits];
   Item items[kItems];
   Walk walk;
+  int32_t* turns_begun;  // the counter of the turn that has not ended yet, or null
   uint32_t keys_parity;
   ptx::Mbarrier items_full[kItems], items_empty[kItems];
   ptx::Mbarrier keys_full[1], keys_empty[1];

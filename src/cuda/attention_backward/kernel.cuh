@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(kThreads, 1) Kernel(const __grid_constant__ Pa
     init(memory.dscores_full, kConsumerWarps);
     init(memory.dscores_empty, kMoverWarps);
     memory.keys_parity = 0;
+    memory.turns_begun = nullptr;
     memory.walk.stage = memory.walk.stage_parity = memory.walk.visit = 0;
     ptx::FenceMbarrierInit();
   }

@@ -19,7 +19,7 @@ class Mover {
   // dQ of a step is computed in pieces of 64 rows and 64 columns.
   static constexpr int kPieces = kRows / 64 * Memory::kBoxes;
   static constexpr uint32_t kAtomBytes = 1024;
-  // Steps whose copies are under way while one is computed: the last buffer is in use until then.
+  // Steps whose copies are under way while one is computed; the last buffer is in use until then.
   static constexpr int kAhead = Memory::kStages - 1;
   // What its warps do besides.
   enum Warp { kStepWarp = 0, kItemWarp = 1 };
@@ -52,6 +52,9 @@ class Mover {
           CopyStep(item);
         }
         AddQueryGradients();
+      }
+      if (params_.turns != nullptr) {
+        EndTurn();
       }
       Release(memory_.items_empty, items, ptx::FreshLane());
     }
@@ -209,7 +212,8 @@ class Mover {
       ptx::WgmmaCommit();
       ptx::WgmmaWait<0>();
       ptx::Pin(sums);
-      if (piece == 0) {
+      if (piece == 0 && params_.turns != nullptr) {
+        EndTurn();
         WaitTurn(visit);
       }
       if (piece == kPieces - 1) {
@@ -218,7 +222,6 @@ class Mover {
       Add(dq + piece / Memory::kBoxes * kRowPiece + piece % Memory::kBoxes * kColumnPiece,
           visit.rows - row - 64 * (piece / Memory::kBoxes), sums);
     }
-    EndTurn(visit);
     visit_ = visit_ == Memory::kVisits - 1 ? 0 : visit_ + 1;
   }
 
@@ -248,28 +251,25 @@ class Mover {
     }
   }
 
-  // Visits to a query tile and pack of heads take turns, if their order matters.
+  // Visits to a query tile and pack of heads take turns, if their order matters. A turn ends when what has
+  // been added is there for all to see; that takes a while, and meanwhile the next step is computed.
   __device__ __forceinline__ void WaitTurn(const Visit& visit) {
-    if (params_.turns != nullptr) {
-      if (threadIdx.x == 0) {
-        while (ptx::LoadAcquire(TurnsOf(visit)) != visit.turn) {
-        }
+    if (threadIdx.x == 0) {
+      int32_t* turns = params_.turns + visit.first_row;
+      while (ptx::LoadAcquire(turns) != visit.turn) {
       }
-      ptx::NamedBarrierSync(kMoverBarrier, 128);
+      memory_.turns_begun = turns;
     }
+    ptx::NamedBarrierSync(kMoverBarrier, 128);
   }
-  __device__ __forceinline__ void EndTurn(const Visit& visit) {
-    if (params_.turns != nullptr) {
-      __threadfence();
-      ptx::NamedBarrierSync(kMoverBarrier, 128);
-      if (threadIdx.x == 0) {
-        ptx::AddRelease(TurnsOf(visit), 1);
-      }
+  // Of the turn that was waited for last, if it has not ended.
+  __device__ __forceinline__ void EndTurn() {
+    __threadfence();
+    ptx::NamedBarrierSync(kMoverBarrier, 128);
+    if (threadIdx.x == 0 && memory_.turns_begun != nullptr) {
+      ptx::AddRelease(memory_.turns_begun, 1);
+      memory_.turns_begun = nullptr;
     }
-  }
-  // The counter of visits.
-  __device__ __forceinline__ int32_t* TurnsOf(const Visit& visit) const {
-    return params_.turns + visit.first_row;
   }
 
   static constexpr uint32_t kMoverBarrier = 2;

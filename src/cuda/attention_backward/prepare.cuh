@@ -149,44 +149,56 @@ __global__ void __launch_bounds__(256) Finish(const FinishParams params) {
     }
   }
 
-  // Eight columns of dk or dv at a time.
+  // Eight columns of dk or dv at a time, of `tiles` tiles of up to kKeyTile rows.
   const int32_t columns = params.head_dim / 8;
-  auto for_key_rows = [&](int32_t begin, int32_t end, auto value) {
-    const int64_t entries = static_cast<int64_t>(end - begin) * params.num_kv_heads * 2 * columns;
-    for (int64_t i = thread; i < entries; i += threads) {
-      const auto column = static_cast<int32_t>(i % columns);
-      const auto which = static_cast<int32_t>(i / columns % 2);
-      const auto head = static_cast<int32_t>(i / columns / 2 % params.num_kv_heads);
-      const int64_t row = begin + i / columns / 2 / params.num_kv_heads;
+  auto for_key_rows = [&](int32_t tiles, auto rows_of, auto add) {
+    const int64_t per_tile = static_cast<int64_t>(kKeyTile) * params.num_kv_heads * 2 * columns;
+    for (int64_t i = thread; i < tiles * per_tile; i += threads) {
+      const auto tile = static_cast<int32_t>(i / per_tile);
+      auto rest = static_cast<int32_t>(i % per_tile);
+      const int32_t column = rest % columns, which = rest / columns % 2;
+      const int32_t head = rest / columns / 2 % params.num_kv_heads;
+      const int32_t offset = rest / columns / 2 / params.num_kv_heads;
+      const core::Interval rows = rows_of(tile);
+      const int64_t row = rows.begin + offset;
+      if (row >= rows.end) {
+        continue;
+      }
       Element* target =
           which == 0
               ? static_cast<Element*>(params.dk) + row * params.dk_row_stride + head * params.dk_head_stride
               : static_cast<Element*>(params.dv) + row * params.dv_row_stride + head * params.dv_head_stride;
       float sums[8] = {};
-      value(static_cast<int32_t>(row), head, which, 8 * column, sums);
+      add(tile, ((static_cast<int64_t>(head) * 2 + which) * kKeyTile + offset) * kHeadDim + 8 * column, sums);
       reinterpret_cast<uint4*>(target)[column] = Pack8<Element>(sums, 1.0f);
     }
   };
   const auto* split = reinterpret_cast<const core::ImageSplitTile*>(image + plan.split_tiles);
-  for (int32_t t = 0; t < plan.num_split_tiles; ++t) {
-    const core::ImageSplitTile tile = split[t];
-    for_key_rows(tile.begin, tile.end,
-                 [&](int32_t row, int32_t head, int32_t which, int32_t column, float(&sums)[8]) {
-                   for (int32_t p = tile.partial_begin; p < tile.partial_end; ++p) {
-                     const float* part =
-                         params.partials +
-                         (((static_cast<int64_t>(p) * params.num_kv_heads + head) * 2 + which) * kKeyTile +
-                          row - tile.begin) *
-                             kHeadDim +
-                         column;
+  for_key_rows(
+      plan.num_split_tiles,
+      [&](int32_t tile) {
+        return core::Interval{split[tile].begin, split[tile].end};
+      },
+      [&](int32_t tile, int64_t offset, float(&sums)[8]) {
+        const int64_t stride = static_cast<int64_t>(params.num_kv_heads) * 2 * kKeyTile * kHeadDim;
+        for (int32_t p = split[tile].partial_begin; p < split[tile].partial_end; ++p) {
+          const auto* part = reinterpret_cast<const float4*>(params.partials + p * stride + offset);
+          const float4 low = part[0], high = part[1];
+          const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-                     for (int j = 0; j < 8; ++j) {
-                       sums[j] += part[j];
-                     }
-                   }
-                 });
-  }
-  for_key_rows(plan.total_tokens, params.key_rows, [](int32_t, int32_t, int32_t, int32_t, float(&)[8]) {});
+          for (int j = 0; j < 8; ++j) {
+            sums[j] += values[j];
+          }
+        }
+      });
+  // Rows past the forest.
+  const int32_t padding = params.key_rows - plan.total_tokens;
+  for_key_rows((padding + kKeyTile - 1) / kKeyTile,
+               [&](int32_t tile) {
+                 const int32_t begin = plan.total_tokens + tile * kKeyTile;
+                 return core::Interval{begin, min(begin + kKeyTile, params.key_rows)};
+               },
+               [](int32_t, int64_t, float(&)[8]) {});
 }
 
 struct SinkParams {
