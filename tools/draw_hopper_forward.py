@@ -25,8 +25,10 @@ MULTIPROCESSORS = 132  # of an H200
 # ------------------------------------------------------------------------------------------------- real plans
 
 
-def forward_steps(forest: dualkv.SegmentForest, query_tile: int, key_tile: int) -> list[int]:
-    """Key tiles that each query tile visits, in schedule order."""
+def steps_of(
+    forest: dualkv.SegmentForest, query_tile: int, key_tile: int, schedule: str, parts: int = 0
+) -> list[int]:
+    """Tiles of the other side that each tile visits, in the order of the schedule, "forward" or "backward"."""
     handle = c_forest(forest)
     params = _abi.dualkv_plan_params(
         forest=handle.address,
@@ -35,17 +37,23 @@ def forward_steps(forest: dualkv.SegmentForest, query_tile: int, key_tile: int) 
         forward_key_tile=key_tile,
         backward_query_tile=query_tile,
         backward_key_tile=key_tile,
+        backward_parts=parts,
     )
     plan = Handle(library.dualkv_plan_create, library.dualkv_plan_destroy, ctypes.byref(params))
     view = _abi.dualkv_plan_view()
     library.dualkv_plan_get_view(plan, ctypes.byref(view))
-    schedule = view.forward
-    runs = (_abi.dualkv_run * schedule.num_runs).from_address(schedule.runs)
-    tiles = (_abi.dualkv_tile * schedule.num_tiles).from_address(schedule.tiles)
+    chosen, width = getattr(view, schedule), {"forward": key_tile, "backward": query_tile}[schedule]
+    runs = (_abi.dualkv_run * chosen.num_runs).from_address(chosen.runs)
+    tiles = (_abi.dualkv_tile * chosen.num_tiles).from_address(chosen.tiles)
     return [
-        sum(-(-(run.end - run.begin) // key_tile) for run in runs[tile.run_begin : tile.run_end])
+        sum(-(-(run.end - run.begin) // width) for run in runs[tile.run_begin : tile.run_end])
         for tile in tiles
     ]
+
+
+def forward_steps(forest: dualkv.SegmentForest, query_tile: int, key_tile: int) -> list[int]:
+    """Key tiles that each query tile visits, in schedule order."""
+    return steps_of(forest, query_tile, key_tile, "forward")
 
 
 def imbalance(steps: list[int], packs: int, to_and_fro: bool = True, tile_end: int = 1) -> float:
@@ -102,10 +110,10 @@ def simulate(consumers: int = 3, tiles: int = 4, steps: int = 6) -> list[Span]:
     return spans
 
 
-def busy(spans: list[Span], begin: int, end: int) -> float:
+def busy(spans: list, begin: int, end: int, products: tuple[str, ...] = ("scores", "values")) -> float:
     """Share of the time from begin to end in which the tensor cores work."""
-    products = (span for span in spans if span.kind in ("scores", "values"))
-    return sum(max(0, min(span.end, end) - max(span.begin, begin)) for span in products) / (end - begin)
+    shares = (max(0, min(span.end, end) - max(span.begin, begin)) for span in spans if span.kind in products)
+    return sum(shares) / (end - begin)
 
 
 # --------------------------------------------------------------------------------------------------- pictures
@@ -115,61 +123,79 @@ TILE_END = SEGMENT_COLOURS[1]
 OPACITY = {"scores": 1, "values": 0.45, "softmax": 1, "packing": 0.45, "tile end": 1}
 
 
+class TimeLine:
+    """Rows of spans over an axis of cycles, the first row that of the tensor cores."""
+
+    X, Y, WIDTH, HEIGHT, PITCH = 116, 58, 880, 30, 46
+
+    def __init__(self, svg: Svg, heading: str, names: dict[str, str], begin: int, length: int):
+        """names: colour of each."""
+        self.svg, self.rows, self.begin, self.length = svg, len(names), begin, length
+        self.unit = self.WIDTH / length
+        svg.text(20, 24, heading, anchor="start", font_weight="bold", font_size=13)
+        for line, (name, colour) in enumerate(names.items()):
+            top = self.top(line)
+            svg.text(self.X - 12, top + self.HEIGHT / 2, name, colour, "end", font_weight="bold")
+            svg.rect(self.X, top, self.WIDTH, self.HEIGHT, "#f1f4f7")
+
+    def top(self, line: int) -> float:
+        return self.Y + self.PITCH * line + (8 if line else 0)
+
+    def span(self, line: int, begin: int, end: int, colour: str, opacity: float, labels=()) -> None:
+        """labels: of (least width, text), the first that fits is shown."""
+        left, right = max(begin, self.begin), min(end, self.begin + self.length)
+        if left >= right:
+            return
+        at, width, top = self.X + self.unit * (left - self.begin), self.unit * (right - left), self.top(line)
+        style = {"fill_opacity": opacity, "stroke": PAPER, "stroke_width": 0.8}
+        self.svg.rect(at, top, width, self.HEIGHT, colour, rx=2, **style)
+        label = next((text for least, text in labels if width >= least), None)
+        if label is not None:
+            ink = PAPER if opacity == 1 else INK
+            self.svg.text(at + width / 2, top + self.HEIGHT / 2, label, ink, font_size=10)
+
+    def axis(self) -> float:
+        """Draws it, and returns its height."""
+        svg, bottom = self.svg, self.Y + self.rows * self.PITCH + 4
+        svg.line(self.X, bottom, self.X + self.WIDTH, bottom, SOFT_INK)
+        for cycles in range(0, self.length + 1, 1000):
+            at = self.X + self.unit * cycles
+            svg.line(at, bottom, at, bottom + 5, SOFT_INK)
+            svg.text(at, bottom + 14, f"{cycles:,}", SOFT_INK, font_size=10)
+        svg.text(self.X - 12, bottom + 14, "cycles", SOFT_INK, "end", font_size=10)
+        return bottom
+
+    def legend(self, y: float, entries, remark: str) -> None:
+        """Squares of (colour, opacity, meaning) in a row, and a line below."""
+        at = self.X
+        for colour, opacity, meaning in entries:
+            self.svg.rect(at, y - 7, 14, 14, colour, fill_opacity=opacity)
+            self.svg.text(at + 21, y, meaning, anchor="start")
+            at += 42 + 6.2 * len(meaning)
+        self.svg.text(self.X, y + 24, remark, SOFT_INK, "start")
+
+
 def draw_schedule() -> Svg:
     svg = Svg(1010, 330, "Time line of three consumers and the tensor cores")
     spans = simulate()
     first = next(span for span in spans if (span.consumer, span.tile, span.step) == (0, 2, 4))
-    begin, length, x, unit = first.begin, 9100, 116, 880 / 9100
-    y, height, pitch = 58, 30, 46
-    heading = "The end of tile 2 and the start of tile 3"
-    svg.text(20, 24, heading, anchor="start", font_weight="bold", font_size=13)
-    for line, name in enumerate(("tensor cores", "consumer 0", "consumer 1", "consumer 2")):
-        top = y + pitch * line + (8 if line else 0)
-        svg.text(
-            x - 12, top + height / 2, name, COLOURS[line - 1] if line else INK, "end", font_weight="bold"
-        )
-        svg.rect(x, top, 880, height, "#f1f4f7")
+    names = {"tensor cores": INK, **{f"consumer {c}": colour for c, colour in enumerate(COLOURS)}}
+    line = TimeLine(svg, "The end of tile 2 and the start of tile 3", names, first.begin, 9100)
     for span in spans:
-        left, right = max(span.begin, begin), min(span.end, begin + length)
-        if left >= right:
-            continue
-        on_tensor_cores = span.kind in ("scores", "values")
-        top = y if on_tensor_cores else y + pitch * (1 + span.consumer) + 8
-        at, width = x + unit * (left - begin), unit * (right - left)
         colour = TILE_END if span.kind == "tile end" else COLOURS[span.consumer]
-        style = {"fill_opacity": OPACITY[span.kind], "stroke": PAPER, "stroke_width": 0.8}
-        svg.rect(at, top, width, height, colour, rx=2, **style)
-        label = f"{span.tile}.{span.step}"
-        if span.kind == "softmax" and width > 70:
-            label = f"softmax {label}"
-        if span.kind == "packing" or width < 20:
-            continue
-        ink = PAPER if OPACITY[span.kind] == 1 else INK
-        svg.text(at + width / 2, top + height / 2, label, ink, font_size=10)
-    bottom = y + 4 * pitch + 4
-    svg.line(x, bottom, x + 880, bottom, SOFT_INK)
-    for cycles in range(0, length + 1, 1000):
-        at = x + unit * cycles
-        svg.line(at, bottom, at, bottom + 5, SOFT_INK)
-        svg.text(at, bottom + 14, f"{cycles:,}", SOFT_INK, font_size=10)
-    svg.text(x - 12, bottom + 14, "cycles", SOFT_INK, "end", font_size=10)
+        number = f"{span.tile}.{span.step}"
+        labels = [] if span.kind == "packing" else [(20, number)]
+        if span.kind == "softmax":
+            labels.insert(0, (70, f"softmax {number}"))
+        row = 0 if span.kind in ("scores", "values") else 1 + span.consumer
+        line.span(row, span.begin, span.end, colour, OPACITY[span.kind], labels)
     entries = (
         (COLOURS[0], 1, "dark: scores (above), softmax (below)"),
         (COLOURS[0], 0.45, "pale: values' product (above), packing (below)"),
         (TILE_END, 1, "a tile's result is written"),
     )
-    at, place = x, bottom + 40
-    for colour, opacity, meaning in entries:
-        svg.rect(at, place - 7, 14, 14, colour, fill_opacity=opacity)
-        svg.text(at + 21, place, meaning, anchor="start")
-        at += 42 + 6.2 * len(meaning)
-    svg.text(
-        x,
-        place + 24,
-        "2.5: step 5 of tile 2. The colours are the consumers'; grey is waiting.",
-        SOFT_INK,
-        "start",
-    )
+    remark = "2.5: step 5 of tile 2. The colours are the consumers'; grey is waiting."
+    line.legend(line.axis() + 40, entries, remark)
     return svg
 
 
