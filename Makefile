@@ -56,6 +56,7 @@ CHARTS := $(patsubst bench/results/h200/%.json,docs/images/%.svg,$(wildcard $(ad
 docs: library $(CHARTS)  ## draw the pictures of docs/
 	PYTHONPATH=python $(PYTHON) tools/draw_plans.py
 	PYTHONPATH=python $(PYTHON) tools/draw_hopper_forward.py
+	PYTHONPATH=python $(PYTHON) tools/draw_hopper_backward.py
 
 docs/images/%.svg: bench/results/h200/%.json tools/draw_attention_bench.py bench/attention_batches.py
 	$(PYTHON) tools/draw_attention_bench.py $< $@

@@ -15,10 +15,12 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "HACKING.md", ROOT / "CONTRIBUTING.md", *DOCS]
 
 sys.path.insert(0, str(ROOT / "tools"))
+import draw_hopper_backward  # noqa: E402
 import draw_hopper_forward  # noqa: E402
 import draw_plans  # noqa: E402
 
-PICTURES = {**draw_plans.PICTURES, **draw_hopper_forward.PICTURES}
+SCRIPTS = (draw_plans, draw_hopper_forward, draw_hopper_backward)
+PICTURES = {name: draw for script in SCRIPTS for name, draw in script.PICTURES.items()}
 
 
 def relative(path: Path) -> str:
@@ -50,7 +52,7 @@ def code_in(text: str) -> list[str]:
 def test_the_pictures_are_those_that_the_scripts_draw(tmp_path, monkeypatch):
     committed = {path.name for path in (ROOT / "docs").glob("*.svg")}
     assert committed == set(PICTURES)
-    for script in (draw_plans, draw_hopper_forward):
+    for script in SCRIPTS:
         monkeypatch.setattr(sys, "argv", [script.__name__, str(tmp_path)])
         script.main()
     for name in committed:
@@ -94,6 +96,29 @@ def test_the_tensor_cores_of_the_model_do_one_thing_at_a_time_and_everything_onc
     assert all(end <= begin for (_, end), (begin, _) in zip(products, products[1:]))
     made = [(span.kind, span.consumer, span.tile, span.step) for span in spans]
     assert len(made) == len(set(made)) == consumers * 3 * (4 * 5 + 1)
+
+
+@pytest.mark.parametrize("adds", [0, 900, 1500])
+def test_the_backward_of_the_model_does_everything_once_and_in_order(adds):
+    spans, steps = draw_hopper_backward.simulate(5, adds), range(1, 6)
+    products = sorted((span.begin, span.end) for span in spans if span.kind in draw_hopper_backward.PRODUCTS)
+    assert all(end <= begin for (_, end), (begin, _) in zip(products, products[1:]))
+    own = {"scores", "exponentials", "packing", "dweights", "dV", "dscores", "dK"}
+    wanted = [(kind, worker, step) for kind in own for worker in (0, 1) for step in steps]
+    wanted += [(kind, draw_hopper_backward.MOVER, step) for kind in ("dQ", "adds") for step in steps] * 2
+    made = [(span.kind, span.worker, span.step) for span in spans if span.kind != "waiting"]
+    assert sorted(made) == sorted(wanted)
+    begins = {(span.kind, span.worker, span.step): span.begin for span in reversed(spans)}
+    ends = {(span.kind, span.worker, span.step): span.end for span in spans}
+    for step in steps:
+        for worker in (0, 1):
+            order = ("scores", "exponentials", "packing", "dweights", "dV", "dscores", "dK")
+            for before, after in zip(order, order[1:]):
+                assert ends[before, worker, step] <= begins[after, worker, step]
+            assert ends["dscores", worker, step] <= begins["dQ", draw_hopper_backward.MOVER, step]
+            if step > draw_hopper_backward.DSCORES_BUFFERS:
+                read = ends["dQ", draw_hopper_backward.MOVER, step - draw_hopper_backward.DSCORES_BUFFERS]
+                assert read <= begins["dscores", worker, step]
 
 
 # -------------------------------------------------------------------------------------------------- examples
