@@ -241,15 +241,15 @@ def draw_block() -> Svg:
     block.box(162, 270, 196, 42, grey, ("warps 2 and 3", "clear rows that are no queries"))
     rings = (
         (72, 66, ("queries: 2 × 48 KB", "48 rows × 4 heads = 192 rows", "+ which rows, which heads")),
-        (146, 66, ("keys: 2 × 20 KB", "80 keys", "+ the step: flags, segment")),
-        (220, 42, ("values: 2 × 20 KB", "80 keys")),
+        (146, 66, ("keys: 2 × 16 KB", "64 keys", "+ the step: flags, segment")),
+        (220, 42, ("values: 2 × 16 KB", "64 keys")),
         (270, 42, ("barriers", "full and empty, of each buffer")),
     )
     for y, tall, lines in rings:
         block.box(436, y, 202, tall, orange, lines)
     for consumer, colour in enumerate(COLOURS):
         rows = f"rows {64 * consumer} to {64 * consumer + 63} of the products"
-        registers = "a thread: 64 sums, 40 scores, 20 weights"
+        registers = "a thread: 64 sums, 32 scores, 16 weights"
         block.box(716, 72 + 82 * consumer, 262, 76, colour, (f"consumer {consumer}", rows, registers))
     for y in (142, 241):
         block.arrow(106, y, 162, y)
