@@ -125,8 +125,9 @@ typedef struct dualkv_plan_params {
   int32_t backward_key_tile;
   int32_t backward_parts; /* 0 to 65536. 0: the backward's key tiles stay whole, as the CPU backend needs
                              them. n > 0: one with more than 1 / n of all visits to query tiles is cut into
-                             the fewest parts of at most 1 / n, or of a single visit; up to n that make many
-                             visits both to their own segment and to others are cut between these first */
+                             the fewest parts of at most 1 / n, or of a single visit. Those that make many
+                             visits both to their own segment and to others are cut between these first,
+                             if there are no more than n */
   int32_t reserved;
 } dualkv_plan_params;
 
@@ -197,8 +198,9 @@ DUALKV_API dualkv_status dualkv_plan_set_tiles(dualkv_plan_params* params, int32
 
 /* The image of a plan is what the kernels of a GPU read. It holds no addresses: write it to host memory, copy
  * it to device memory that is aligned to 16 bytes, and pass that as device_plan. A captured CUDA graph keeps
- * the address: it can be replayed with another plan of the same tile sizes whose image has been copied there,
- * and whose forest fits in the call's key_rows and in query_row_begin + query_rows. */
+ * the address: it can be replayed with another plan of the same tile sizes and backward_parts whose image has
+ * been copied there, and whose forest fits in the call's key_rows and in query_row_begin + query_rows; a
+ * backward, only if it was captured with any_plan. */
 DUALKV_API dualkv_status dualkv_plan_image_bytes(const dualkv_plan* plan, size_t* bytes);
 DUALKV_API dualkv_status dualkv_plan_write_image(const dualkv_plan* plan, void* image, size_t image_bytes);
 
@@ -284,7 +286,7 @@ DUALKV_API dualkv_status dualkv_attention_backward_workspace(const dualkv_attent
 /* Gradients of q, k, v and sinks; rows that take no part get 0. On the CPU the same bits for any number of
  * threads. On CUDA as dualkv_attention_forward; dout, dq, dk and dv as its tensors, dlse and dsinks aligned
  * to 4 bytes. Some kernels are launched on `stream`, one after the other. The workspace, in device memory,
- * holds dq in fp32; with `deterministic`, counters of 4 bytes for each row and packed heads besides. */
+ * holds dq in fp32; with `deterministic`, counters of 4 bytes for each row and head besides. */
 DUALKV_API dualkv_status dualkv_attention_backward(const dualkv_attention_backward_params* params);
 
 /* ---------------------------------------------------------------------------------------------- packing */

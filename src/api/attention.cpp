@@ -104,7 +104,8 @@ void CheckCuda(const dualkv_attention_params& params, const Plan& plan) {
           "device_plan must be aligned to 16 bytes and not NULL, got ", params.device_plan);
   Require(params.device_plan_bytes >= needed, "device_plan_bytes must be at least ", needed, ", got ",
           params.device_plan_bytes);
-  constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMaxRows =
+      std::numeric_limits<int32_t>::max() - 1024;  // and a tile's more can be counted
   Require(params.query_rows <= kMaxRows && params.key_rows <= kMaxRows,
           "query_rows and key_rows must be at most ", kMaxRows, " on CUDA, got ", params.query_rows, " and ",
           params.key_rows);

@@ -264,7 +264,7 @@ std::vector<int32_t> CutIntoParts(Schedule& schedule, std::span<const dualkv_seg
   };
   auto begin_of = [&](const dualkv_tile& tile) { return schedule.runs.begin() + tile.run_begin; };
   auto end_of = [&](const dualkv_tile& tile) { return schedule.runs.begin() + tile.run_end; };
-  const bool some_apart =
+  const bool few_fall_apart =
       std::count_if(schedule.tiles.begin(), schedule.tiles.end(), [&](const dualkv_tile& tile) {
         return falls_apart(visits_of(begin_of(tile), end_of(tile)), own_visits_of(tile));
       }) <= parts;
@@ -276,10 +276,10 @@ std::vector<int32_t> CutIntoParts(Schedule& schedule, std::span<const dualkv_seg
   for (const dualkv_tile& tile : schedule.tiles) {
     auto run = begin_of(tile);
     const int64_t visits = visits_of(run, end_of(tile)), own = own_visits_of(tile);
-    const bool apart = some_apart && falls_apart(visits, own);
+    const bool apart = few_fall_apart && falls_apart(visits, own);
     int32_t done = 0;  // rows of *run that earlier parts have taken
     const bool cut = apart || visits > most;
-    for (int piece = 0; piece <= apart; ++piece) {
+    for (int piece = 0; piece < (apart ? 2 : 1); ++piece) {
       const int64_t in_piece = !apart ? visits : piece == 0 ? own : visits - own;
       const int64_t count = std::max<int64_t>((in_piece + most - 1) / most, 1);
       for (int64_t part = 0; part < count; ++part) {

@@ -173,7 +173,6 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
                                .dv_row_stride = params.dv.row_stride,
                                .dv_head_stride = params.dv.head_stride,
                                .query_rows = query_rows,
-                               .query_row_begin = query_row_begin,
                                .key_rows = static_cast<int32_t>(forward.key_rows),
                                .num_heads = forward.num_heads,
                                .num_kv_heads = forward.num_kv_heads,

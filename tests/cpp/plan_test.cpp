@@ -181,7 +181,7 @@ class PlanChecker {
   // Heavy key tiles, and no others, are cut into equal parts that are light enough and no more than needed;
   // those with much work in their own segment and in its descendants are cut between these first.
   void CheckParts() {
-    constexpr int64_t kVisitsApart = 64;
+    using core::kVisitsApart;
     struct Entry {
       int32_t partial;
       int64_t visits;
@@ -215,9 +215,9 @@ class PlanChecker {
       }
       return own[begin] >= kVisitsApart && visits - own[begin] >= kVisitsApart;
     };
-    const bool some_apart = std::count_if(entries.begin(), entries.end(), [&](const auto& entry) {
-                              return falls_apart(entry.first);
-                            }) <= spec_.parts;
+    const bool few_fall_apart = std::count_if(entries.begin(), entries.end(), [&](const auto& entry) {
+                                  return falls_apart(entry.first);
+                                }) <= spec_.parts;
     int32_t partials = 0;
     for (auto& [begin, parts] : entries) {
       SCOPED_TRACE("key tile at " + std::to_string(begin));
@@ -227,7 +227,7 @@ class PlanChecker {
       for (const Entry& part : parts) {
         visits += part.visits;
       }
-      const bool apart = spec_.parts > 0 && some_apart && falls_apart(begin);
+      const bool apart = spec_.parts > 0 && few_fall_apart && falls_apart(begin);
       if (visits <= limit && !apart) {
         ASSERT_EQ(parts.size(), 1u) << "light enough to stay whole";
         ASSERT_EQ(parts[0].partial, -1);

@@ -176,7 +176,7 @@ class Consumer {
       for (int i = 0; i < 4; ++i) {
         const float factor = kSoftcap ? 1.0f : params_.softcap.exponent_scale;
         const float exponent = fmaf(scores[s + i], factor, -(i % 2 ? lse.y : lse.x));
-        scores[s + i] = ptx::Exp2(fminf(exponent, 0.0f));  // it is above 0 by its rounding only
+        scores[s + i] = ptx::Exp2(ptx::MinOrNan(exponent, 0.0f));  // it is above 0 by its rounding only
       }
     }
     if (Flags() & Step::kMasked) {
@@ -224,7 +224,6 @@ class Consumer {
     const Softcap& softcap = params_.softcap;
     Aside(s) = {ptx::Pack<Element>(softcap.Derivative(scores[s]), softcap.Derivative(scores[s + 1])),
                 ptx::Pack<Element>(softcap.Derivative(scores[s + 2]), softcap.Derivative(scores[s + 3]))};
-    __syncwarp();
   }
   __device__ __forceinline__ void MultiplyByDerivatives(float (&dweights)[kScores], int s) {
     const uint2 packed = Aside(s);

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, 1) Kernel(const __grid_constant__ Pa
     init(memory.items_full, 1);
     init(memory.items_empty, kConsumerWarps + kMoverWarps);
     init(memory.keys_full, 1);
-    init(memory.keys_empty, kConsumerWarps);
+    init(memory.keys_empty, kConsumerWarps + kMoverWarps);
     init(memory.queries_full, 1 + 32);  // and each lane of the warp that copies words
     init(memory.queries_empty, kConsumerWarps);
     init(memory.dscores_full, kConsumerWarps);

@@ -46,6 +46,7 @@ class Mover {
       RingPosition<kItems> next = items;
       next.Next();
       TakeItem(next);
+      __syncwarp();
 #pragma unroll 1
       for (; steps > 0; --steps) {
         if (steps > kAhead) {
@@ -56,6 +57,8 @@ class Mover {
       if (params_.turns != nullptr) {
         EndTurn();
       }
+      RingPosition<1> keys;
+      Release(memory_.keys_empty, keys, ptx::FreshLane());
       Release(memory_.items_empty, items, ptx::FreshLane());
     }
   }
@@ -262,9 +265,9 @@ class Mover {
     }
     ptx::NamedBarrierSync(kMoverBarrier, 128);
   }
-  // Of the turn that was waited for last, if it has not ended.
+  // Of the turn that was waited for last, if it has not ended. The release orders what all threads have
+  // added.
   __device__ __forceinline__ void EndTurn() {
-    __threadfence();
     ptx::NamedBarrierSync(kMoverBarrier, 128);
     if (threadIdx.x == 0 && memory_.turns_begun != nullptr) {
       ptx::AddRelease(memory_.turns_begun, 1);

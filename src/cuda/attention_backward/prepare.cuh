@@ -89,7 +89,6 @@ struct FinishParams {
   int64_t dk_row_stride, dk_head_stride;
   int64_t dv_row_stride, dv_head_stride;
   int32_t query_rows;
-  int32_t query_row_begin;
   int32_t key_rows;
   int32_t num_heads;
   int32_t num_kv_heads;
@@ -105,23 +104,15 @@ __device__ __forceinline__ uint4 Pack8(const float (&x)[8], float factor) {
           ptx::Pack<Element>(x[4] * factor, x[5] * factor), ptx::Pack<Element>(x[6] * factor, x[7] * factor)};
 }
 
-// dq in the output type, dk and dv of the key tiles that were cut into parts, and zeros for rows that take no
-// part.
+// dq in the output type, dk and dv of the key tiles that were cut into parts, and zeros for keys past the
+// forest.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(256) Finish(const FinishParams params) {
   const core::PlanImageHeader& plan = *params.plan;
   const auto* image = reinterpret_cast<const std::byte*>(params.plan);
-  const auto* cleared = reinterpret_cast<const core::Interval*>(image + plan.cleared);
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
 
-  auto is_query = [&](int32_t row) {
-    bool result = row < plan.total_tokens;
-    for (int32_t i = 0; i < plan.num_cleared; ++i) {
-      result = result && (row < cleared[i].begin || row >= cleared[i].end);
-    }
-    return result;
-  };
   // Sixteen columns of dq at a time.
   const int32_t blocks = (params.head_dim + 15) / 16;
   const int64_t count = static_cast<int64_t>(params.query_rows) * params.num_heads * blocks;
@@ -130,16 +121,14 @@ __global__ void __launch_bounds__(256) Finish(const FinishParams params) {
     const auto head = static_cast<int32_t>(i / blocks % params.num_heads);
     const int64_t row = i / blocks / params.num_heads;
     float low[8] = {}, high[8] = {};
-    if (is_query(static_cast<int32_t>(row) + params.query_row_begin)) {
-      const int64_t source_row =
-          head / params.packed * params.row_pitch + row * params.packed + head % params.packed;
-      const auto* source = reinterpret_cast<const float4*>(
-          params.accumulated + AccumulatedRow(source_row, kHeadDim) + kBlockFloats * block);
+    const int64_t source_row =
+        head / params.packed * params.row_pitch + row * params.packed + head % params.packed;
+    const auto* source = reinterpret_cast<const float4*>(
+        params.accumulated + AccumulatedRow(source_row, kHeadDim) + kBlockFloats * block);
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const float4 x = source[q];
-        low[2 * q] = x.x, low[2 * q + 1] = x.y, high[2 * q] = x.z, high[2 * q + 1] = x.w;
-      }
+    for (int q = 0; q < 4; ++q) {
+      const float4 x = source[q];
+      low[2 * q] = x.x, low[2 * q + 1] = x.y, high[2 * q] = x.z, high[2 * q + 1] = x.w;
     }
     auto* dq = reinterpret_cast<uint4*>(static_cast<Element*>(params.dq) + row * params.dq_row_stride +
                                         head * params.dq_head_stride + 16 * block);

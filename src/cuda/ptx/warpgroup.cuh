@@ -35,6 +35,13 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
+// The smaller one; NaN if one is.
+__device__ __forceinline__ float MinOrNan(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 __device__ __forceinline__ float Reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
