@@ -170,10 +170,10 @@ TEST_F(AttentionKernelsRefuse, StridesThatAreNoneOfATensorMap) {
 TEST_F(AttentionKernelsRefuse, TooManyRows) {
   const dualkv_attention_params kept = params_;
   params_.query_rows = int64_t{1} << 31;
-  ExpectInvalid("query_rows and key_rows must be at most 2147483647 on CUDA, got 2147483648 and 8");
+  ExpectInvalid("query_rows and key_rows must be at most 2147482623 on CUDA, got 2147483648 and 8");
   params_ = kept;
   params_.key_rows = int64_t{1} << 31;
-  ExpectInvalid("query_rows and key_rows must be at most 2147483647 on CUDA, got 8 and 2147483648");
+  ExpectInvalid("query_rows and key_rows must be at most 2147482623 on CUDA, got 8 and 2147483648");
 }
 
 }  // namespace
