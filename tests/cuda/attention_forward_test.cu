@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "attention_on_device.h"
+#include "attention_cases.h"
 #include "expect_error.h"
 #include "within_budget.h"
 
@@ -123,54 +123,17 @@ void CheckAgainstCpu(const ForestSpec& forest, AttentionOptions options, uint64_
 using CudaAttentionSmall = CudaTest;
 using CudaAttention = CudaTest;
 
-TEST_F(CudaAttentionSmall, EveryKernel) {
-  const ForestSpec forest{{70, 100, 0, 33, 90}, {-1, 0, 0, 0, -1}};
-  for (const int64_t dim : {40, 128}) {
-    for (const double softcap : {0, 2}) {
-      const AttentionOptions options{.num_heads = 6,
-                                     .num_kv_heads = 2,
-                                     .head_dim = dim,
-                                     .scale = 0.3,
-                                     .softcap = softcap,
-                                     .sinks = softcap > 0,
-                                     .gap = 8,
-                                     .extra_rows = 3};
-      CheckAgainstOracle<BFloat16>(forest, options, 1);
-      CheckAgainstOracle<Float16>(forest, options, 2);
-    }
-  }
-}
+constexpr auto kAgainstOracle = [](auto element, const ForestSpec& forest, const AttentionOptions& options,
+                                   uint64_t seed) {
+  CheckAgainstOracle<decltype(element)>(forest, options, seed);
+};
+constexpr auto kAgainstCpu = [](auto element, const ForestSpec& forest, const AttentionOptions& options,
+                                uint64_t seed) { CheckAgainstCpu<decltype(element)>(forest, options, seed); };
 
-TEST_F(CudaAttentionSmall, WindowsAndKeysOnlySegments) {
-  const ForestSpec forest{{70, 133, 90}, {-1, 0, 0}};
-  for (const int64_t dim : {64, 96}) {
-    AttentionOptions options{.num_heads = 4, .head_dim = dim, .scale = 0.2, .window_left = 40};
-    options.keys_only = {1, 0, 0};
-    CheckAgainstOracle<BFloat16>(forest, options, 1);
-    options.query_row_begin = 70;
-    CheckAgainstOracle<BFloat16>(forest, options, 2);
-  }
-}
-
-TEST_F(CudaAttentionSmall, BlocksTakeSeveralTiles) {
-  ForestSpec forest{{100, 80}, {-1, 0}};
-  forest.lengths.resize(40, 2);
-  forest.parents.resize(40, -1);
-  for (const int64_t dim : {64, 128}) {
-    CheckAgainstOracle<BFloat16>(forest, {.num_heads = 8, .num_kv_heads = 8, .head_dim = dim, .scale = 0.2},
-                                 1);
-  }
-}
-
-TEST_F(CudaAttentionSmall, EmptyBatches) {
-  CheckAgainstOracle<BFloat16>({{}, {}}, {}, 1);
-  CheckAgainstOracle<BFloat16>({{0, 0}, {-1, 0}}, {.extra_rows = 3}, 1);
-  AttentionOptions no_queries{.num_heads = 2};
-  no_queries.keys_only = {1};
-  CheckAgainstOracle<Float16>({{5}, {-1}}, no_queries, 1);
-  no_queries.query_row_begin = 5;
-  CheckAgainstOracle<Float16>({{5}, {-1}}, no_queries, 1);
-}
+TEST_F(CudaAttentionSmall, EveryKernel) { ForEveryKernel(kAgainstOracle); }
+TEST_F(CudaAttentionSmall, WindowsAndKeysOnlySegments) { ForWindowsAndKeysOnlySegments(kAgainstOracle); }
+TEST_F(CudaAttentionSmall, BlocksTakeSeveralTiles) { ForBlocksWithSeveralTiles(kAgainstOracle); }
+TEST_F(CudaAttentionSmall, EmptyBatches) { ForEmptyBatches(kAgainstOracle); }
 
 TEST_F(CudaAttentionSmall, RowsWithoutKeys) {
   AttentionProblem<BFloat16> problem({{0}, {-1}}, {.device = DUALKV_CUDA, .extra_rows = 3}, 1);
@@ -182,60 +145,11 @@ TEST_F(CudaAttentionSmall, RowsWithoutKeys) {
   EXPECT_EQ(problem.lse, std::vector<float>(3, -std::numeric_limits<float>::infinity()));
 }
 
-TEST_F(CudaAttention, MatchesTheOracleOnRandomForests) {
-  for (uint64_t seed = 0; seed < 60; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    std::mt19937_64 rng(seed);
-    const ForestSpec forest = RandomForest(rng, 8, seed % 4 == 0 ? 90 : 20);
-    const AttentionOptions options = RandomOptions(rng, forest);
-    (seed % 2 == 0 ? CheckAgainstOracle<BFloat16> : CheckAgainstOracle<Float16>)(forest, options, seed);
-    if (HasFailure()) {
-      return;
-    }
-  }
-}
-
-TEST_F(CudaAttention, MatchesTheCpuOnRandomForests) {
-  for (uint64_t seed = 100; seed < 160; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    std::mt19937_64 rng(seed);
-    const ForestSpec forest = RandomForest(rng, 12, seed % 4 == 0 ? 700 : 200);
-    const AttentionOptions options = RandomOptions(rng, forest);
-    (seed % 2 == 0 ? CheckAgainstCpu<BFloat16> : CheckAgainstCpu<Float16>)(forest, options, seed);
-    if (HasFailure()) {
-      return;
-    }
-  }
-}
-
-TEST_F(CudaAttention, EveryHeadDimIsRight) {
-  const ForestSpec forest{{100, 30, 0, 90}, {-1, 0, 0, 0}};
-  for (int64_t dim = 8; dim <= 128; dim += 8) {
-    const AttentionOptions options{.num_heads = 2, .head_dim = dim, .scale = 1 / std::sqrt(dim)};
-    CheckAgainstOracle<BFloat16>(forest, options, dim);
-    CheckAgainstOracle<Float16>(forest, options, dim);
-  }
-}
-
-TEST_F(CudaAttention, EveryRatioOfHeadsIsRight) {
-  const ForestSpec forest{{100, 30, 0, 90}, {-1, 0, 0, 0}};
-  for (const int64_t ratio : {1, 2, 3, 4, 5, 7, 8, 10, 12, 14, 15, 16, 32}) {
-    for (const int64_t dim : {64, 128}) {
-      const AttentionOptions options{
-          .num_heads = 2 * ratio, .num_kv_heads = 2, .head_dim = dim, .scale = 1 / std::sqrt(dim)};
-      CheckAgainstCpu<BFloat16>(forest, options, ratio);
-    }
-  }
-}
-
-TEST_F(CudaAttention, ManyTreesOfOneRow) {
-  ForestSpec forest{{400, 150, 7}, {-1, 0, 0}};
-  forest.lengths.resize(3000, 1);
-  forest.parents.resize(3000, -1);
-  for (const int64_t dim : {64, 128}) {
-    CheckAgainstCpu<BFloat16>(forest, {.num_heads = 8, .num_kv_heads = 2, .head_dim = dim, .scale = 0.1}, 1);
-  }
-}
+TEST_F(CudaAttention, MatchesTheOracleOnRandomForests) { ForRandomForests(0, 8, 90, 20, kAgainstOracle); }
+TEST_F(CudaAttention, MatchesTheCpuOnRandomForests) { ForRandomForests(100, 12, 700, 200, kAgainstCpu); }
+TEST_F(CudaAttention, EveryHeadDimIsRight) { ForEveryHeadDim(kAgainstOracle); }
+TEST_F(CudaAttention, EveryRatioOfHeadsIsRight) { ForEveryRatioOfHeads(kAgainstCpu); }
+TEST_F(CudaAttention, ManyTreesOfOneRow) { ForManyTreesOfOneRow(kAgainstCpu); }
 
 // 32 tiles of 2^26 heads. It is refused before a tensor is touched.
 TEST_F(CudaAttention, RefusesTooManyTiles) {

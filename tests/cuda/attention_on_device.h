@@ -67,6 +67,7 @@ inline AttentionOptions RandomOptions(std::mt19937_64& rng, const ForestSpec& fo
   options.sinks = rng() % 2;
   options.gap = static_cast<int64_t>(pick(0, 8));
   options.extra_rows = static_cast<int64_t>(pick(0, 0, 5));
+  options.dlse = rng() % 2;
   const bool some_keys_only = rng() % 4 == 0;
   for (size_t s = 0; some_keys_only && s < forest.lengths.size(); ++s) {
     options.keys_only.push_back(rng() % 3 == 0);
