@@ -1,7 +1,7 @@
 // A consumer warpgroup: 64 keys of each item, with their dK and dV.
 //
-// The scores of step n + 1 are computed while dV and dK of step n still are, and its dweights under the
-// exponentials. The other consumer and the mover fill what gaps are left on the tensor cores.
+// The scores of step n + 1 come before dK of step n, which then runs under the exponentials; dweights and dV
+// are computed together. The other consumer and the mover fill what gaps are left on the tensor cores.
 #pragma once
 
 #include "cuda/accumulators.cuh"
