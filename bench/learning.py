@@ -1,6 +1,6 @@
 """GRPO and DAPO on the task of examples/train_grpo_trl.py, packed and with TRL's own trainer: rewards as they rise.
 
-    PYTHONPATH=python python bench/learning.py [--steps 200 --seeds 0 1 2]
+    PYTHONPATH=python python bench/learning.py [--steps 300 --seeds 0 1 2]
         [--output bench/results/cpu/learning.json]
 
 A completion has at most two tokens here, and each generated batch serves two optimizer steps. With one token and
@@ -156,7 +156,7 @@ def checked_out_commit() -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output", type=Path, help="a JSON file of records")
     args = parser.parse_args()
