@@ -53,13 +53,16 @@ bench: build  ## benchmarks of the C++ side, and attention and log-probs against
 	PYTHONPATH=python $(PYTHON) bench/linear_logprob.py
 
 CHARTS := $(patsubst bench/results/h200/%.json,docs/images/%.svg,$(wildcard $(addprefix bench/results/h200/,attention_forward.json attention.json)))
-docs: library $(CHARTS)  ## draw the pictures of docs/
+docs: library $(CHARTS) docs/images/learning.svg  ## draw the pictures of docs/
 	PYTHONPATH=python $(PYTHON) tools/draw_plans.py
 	PYTHONPATH=python $(PYTHON) tools/draw_hopper_forward.py
 	PYTHONPATH=python $(PYTHON) tools/draw_hopper_backward.py
 
 docs/images/%.svg: bench/results/h200/%.json tools/draw_attention_bench.py bench/attention_batches.py
 	$(PYTHON) tools/draw_attention_bench.py $< $@
+
+docs/images/learning.svg: bench/results/cpu/learning.json tools/draw_learning.py
+	$(PYTHON) tools/draw_learning.py $< $@
 
 format: setup  ## format all files
 	tools/check_format.sh --fix

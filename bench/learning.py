@@ -8,7 +8,7 @@ one step, as in the example, both algorithms would have the same loss: DAPO weig
 completions alike, and clips ratios at 1.28 where GRPO clips them at 1.2.
 
 A record's reward and token ratio are means over the steps since the record before it; its seconds are those of the
-forward and backward passes of all steps so far, without generation and optimizer.
+forward and backward passes of all steps so far, without the optimizer, generation and what goes with it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Timed:
         return loss
 
     def _prepare_inputs(self, *args, **kwargs):
-        """Generation and rewards, which a training step begins with."""
+        """Generation, rewards and the sampling policy's log-probs, which a training step may begin with."""
         begin = time.perf_counter()
         inputs = super()._prepare_inputs(*args, **kwargs)
         self.update_seconds -= time.perf_counter() - begin
