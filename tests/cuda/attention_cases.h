@@ -1,4 +1,5 @@
-// Forests and options on which every pass of attention on CUDA is checked. check(Element{}, forest, options, seed) does it.
+// Forests and options on which every pass of attention on CUDA is checked. check(Element{}, forest, options,
+// seed) does it.
 #pragma once
 
 #include <cmath>
@@ -91,8 +92,8 @@ void ForEveryHeadDim(Check check) {
   }
 }
 
-// Ratios of query heads to KV heads: those that fill a tile, those that leave some of it empty, and those that do
-// not fit into one.
+// Ratios of query heads to KV heads: those that fill a tile, those that leave some of it empty, and those
+// that do not fit into one.
 template <class Check>
 void ForEveryRatioOfHeads(Check check) {
   const ForestSpec forest{{100, 30, 0, 90}, {-1, 0, 0, 0}};
