@@ -242,45 +242,41 @@ Schedule ByKeys(const Plan& plan, const Schedule& by_queries) {
 std::vector<int32_t> CutIntoParts(Schedule& schedule, std::span<const dualkv_segment> segments,
                                   int32_t parts) {
   const int32_t query_tile = schedule.tile_sizes.query;
-  auto visits_of = [&](auto begin, auto end) {
-    return std::accumulate(begin, end, int64_t{0}, [&](int64_t sum, const dualkv_run& run) {
-      return sum + CeilDiv(run.end - run.begin, query_tile);
-    });
-  };
-  const int64_t most = std::max<int64_t>(visits_of(schedule.runs.begin(), schedule.runs.end()) / parts, 1);
+  struct Visits {
+    int64_t all = 0;
+    int64_t own = 0;  // to rows of the keys' own segment; the other rows are those of its descendants
 
-  // Visits to rows of the keys' own segment; the other rows are those of its descendants.
-  auto own_visits_of = [&](const dualkv_tile& tile) {
-    int64_t own = 0;
+    bool FallApart() const { return own >= kVisitsApart && all - own >= kVisitsApart; }
+  };
+  std::vector<Visits> visits_of_tiles;
+  int64_t all_visits = 0;
+  for (const dualkv_tile& tile : schedule.tiles) {
+    Visits& visits = visits_of_tiles.emplace_back();
     for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
       const dualkv_run& run = schedule.runs[r];
-      const int32_t rows = std::min(run.end, segments[run.segment].end) - run.begin;
-      own += rows > 0 ? CeilDiv(rows, query_tile) : 0;
+      const int32_t own_rows = std::min(run.end, segments[run.segment].end) - run.begin;
+      visits.all += CeilDiv(run.end - run.begin, query_tile);
+      visits.own += own_rows > 0 ? CeilDiv(own_rows, query_tile) : 0;
     }
-    return own;
-  };
-  auto falls_apart = [&](int64_t visits, int64_t own) {
-    return own >= kVisitsApart && visits - own >= kVisitsApart;
-  };
-  auto begin_of = [&](const dualkv_tile& tile) { return schedule.runs.begin() + tile.run_begin; };
-  auto end_of = [&](const dualkv_tile& tile) { return schedule.runs.begin() + tile.run_end; };
-  const bool few_fall_apart =
-      std::count_if(schedule.tiles.begin(), schedule.tiles.end(), [&](const dualkv_tile& tile) {
-        return falls_apart(visits_of(begin_of(tile), end_of(tile)), own_visits_of(tile));
-      }) <= parts;
+    all_visits += visits.all;
+  }
+  const int64_t most = std::max<int64_t>(all_visits / parts, 1);
+  const bool few_fall_apart = std::count_if(visits_of_tiles.begin(), visits_of_tiles.end(),
+                                            [](const Visits& visits) { return visits.FallApart(); }) <= parts;
 
   std::vector<dualkv_tile> tiles;
   std::vector<dualkv_run> runs;
   std::vector<int32_t> partial;
   int32_t num_partials = 0;
-  for (const dualkv_tile& tile : schedule.tiles) {
-    auto run = begin_of(tile);
-    const int64_t visits = visits_of(run, end_of(tile)), own = own_visits_of(tile);
-    const bool apart = few_fall_apart && falls_apart(visits, own);
+  for (size_t t = 0; t < schedule.tiles.size(); ++t) {
+    const dualkv_tile& tile = schedule.tiles[t];
+    const Visits& visits = visits_of_tiles[t];
+    const bool apart = few_fall_apart && visits.FallApart();
+    const bool cut = apart || visits.all > most;
+    auto run = schedule.runs.begin() + tile.run_begin;
     int32_t done = 0;  // rows of *run that earlier parts have taken
-    const bool cut = apart || visits > most;
     for (int piece = 0; piece < (apart ? 2 : 1); ++piece) {
-      const int64_t in_piece = !apart ? visits : piece == 0 ? own : visits - own;
+      const int64_t in_piece = !apart ? visits.all : piece == 0 ? visits.own : visits.all - visits.own;
       const int64_t count = std::max<int64_t>((in_piece + most - 1) / most, 1);
       for (int64_t part = 0; part < count; ++part) {
         const auto run_begin = static_cast<int32_t>(runs.size());
