@@ -74,6 +74,12 @@ struct alignas(16) PlanImageHeader {
 };
 static_assert(sizeof(PlanImageHeader) == 80);
 
+// The part of the image at an offset from its header.
+template <class T>
+DUALKV_HOST_DEVICE const T* PartOfImage(const PlanImageHeader* header, uint64_t offset) {
+  return reinterpret_cast<const T*>(reinterpret_cast<const std::byte*>(header) + offset);
+}
+
 size_t PlanImageBytes(const Plan& plan);
 // image: PlanImageBytes(plan) bytes, aligned to 16.
 void WritePlanImage(const Plan& plan, std::byte* image);

@@ -1,5 +1,4 @@
 // Host side of the backward: from the parameters of the C interface to those of the kernels.
-#include <array>
 #include <limits>
 
 #include "core/error.h"
@@ -89,26 +88,7 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
   const int32_t group = forward.num_heads / forward.num_kv_heads;
   const int32_t packed = PackedHeads(group, ProductRows(forward.head_dim));
   const int32_t rows_per_tile = plan.backward.tile_sizes.query;
-  const auto dtype = static_cast<dualkv_dtype>(forward.dtype);
   const auto* image = static_cast<const core::PlanImageHeader*>(forward.device_plan);
-  // Without rows there may be no address, which a map has to have; nothing is read from it then.
-  auto address = [&](const dualkv_tensor& x, int64_t rows) {
-    return rows > 0 ? x.data : forward.device_plan;
-  };
-  auto map_queries = [&](const dualkv_tensor& x) {
-    return EncodeTensorMap(
-        address(x, forward.query_rows), dtype,
-        std::array<MapDimension, 4>{{{forward.head_dim, 1, 64},
-                                     {packed, x.head_stride, packed},
-                                     {forward.num_heads / packed, x.head_stride * packed, 1},
-                                     {forward.query_rows, x.row_stride, rows_per_tile}}});
-  };
-  auto map_keys = [&](const dualkv_tensor& x) {
-    return EncodeTensorMap(address(x, forward.key_rows), dtype,
-                           std::array<MapDimension, 3>{{{forward.head_dim, 1, 64},
-                                                        {forward.num_kv_heads, x.head_stride, 1},
-                                                        {forward.key_rows, x.row_stride, kKeyTile}}});
-  };
   const auto query_rows = static_cast<int32_t>(forward.query_rows);
   const auto query_row_begin = static_cast<int32_t>(forward.query_row_begin);
   const float scale = Narrow(forward.scale);
@@ -132,10 +112,10 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
                                  .num_heads = forward.num_heads,
                                  .head_dim = forward.head_dim,
                                  .packed = packed};
-  const Params main = {.queries = map_queries(forward.q),
-                       .douts = map_queries(params.dout),
-                       .keys = map_keys(forward.k),
-                       .values = map_keys(forward.v),
+  const Params main = {.queries = MapQueries(forward, forward.q, packed, rows_per_tile),
+                       .douts = MapQueries(forward, params.dout, packed, rows_per_tile),
+                       .keys = MapKeys(forward, forward.k, kKeyTile),
+                       .values = MapKeys(forward, forward.v, kKeyTile),
                        .plan = image,
                        .lse = workspace.exponents,
                        .delta = workspace.delta,
@@ -188,7 +168,8 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
                             .query_rows = query_rows,
                             .packed = packed};
   auto* launch = forward.head_dim <= 64 ? LaunchHeadDim64 : LaunchHeadDim128;
-  launch(dtype == DUALKV_BFLOAT16, prepare, main, finish, sinks, static_cast<cudaStream_t>(forward.stream));
+  launch(forward.dtype == DUALKV_BFLOAT16, prepare, main, finish, sinks,
+         static_cast<cudaStream_t>(forward.stream));
 }
 
 }  // namespace dualkv::cuda

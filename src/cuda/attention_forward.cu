@@ -1,5 +1,4 @@
 // Host side of the forward: from the parameters of the C interface to those of the kernel.
-#include <array>
 #include <limits>
 
 #include "core/error.h"
@@ -47,40 +46,25 @@ void AttentionForward(const dualkv_attention_params& params, const core::Plan& p
   const int64_t items = static_cast<int64_t>(plan.forward.tiles.size()) * (params.num_heads / packed);
   core::Require(items <= std::numeric_limits<int32_t>::max(), "the plan has too many tiles for num_heads ",
                 params.num_heads, " on CUDA: ", plan.forward.tiles.size());
-  const auto dtype = static_cast<dualkv_dtype>(params.dtype);
-  auto map_rows = [&](const dualkv_tensor& x) {
-    // Without rows there may be no address, which a map has to have; nothing is read from it then.
-    const void* data = params.key_rows > 0 ? x.data : params.device_plan;
-    return EncodeTensorMap(data, dtype,
-                           std::array<MapDimension, 3>{{{params.head_dim, 1, 64},
-                                                        {params.num_kv_heads, x.head_stride, 1},
-                                                        {params.key_rows, x.row_stride, shape.keys}}});
-  };
-  const Params kernel_params = {
-      .queries = EncodeTensorMap(
-          params.q.data, dtype,
-          std::array<MapDimension, 4>{{{params.head_dim, 1, 64},
-                                       {packed, params.q.head_stride, packed},
-                                       {params.num_heads / packed, params.q.head_stride * packed, 1},
-                                       {params.query_rows, params.q.row_stride, rows_per_tile}}}),
-      .keys = map_rows(params.k),
-      .values = map_rows(params.v),
-      .plan = static_cast<const core::PlanImageHeader*>(params.device_plan),
-      .out = params.out.data,
-      .out_row_stride = params.out.row_stride,
-      .out_head_stride = params.out.head_stride,
-      .lse = static_cast<float*>(params.lse),
-      .sinks = static_cast<const float*>(params.sinks),
-      .query_rows = static_cast<int32_t>(params.query_rows),
-      .query_row_begin = static_cast<int32_t>(params.query_row_begin),
-      .num_heads = params.num_heads,
-      .head_dim = params.head_dim,
-      .packed = packed,
-      .packs_per_kv_head = group / packed,
-      .rows_per_tile = rows_per_tile,
-      .softcap = MakeSoftcap(params)};
+  const Params kernel_params = {.queries = MapQueries(params, params.q, packed, rows_per_tile),
+                                .keys = MapKeys(params, params.k, shape.keys),
+                                .values = MapKeys(params, params.v, shape.keys),
+                                .plan = static_cast<const core::PlanImageHeader*>(params.device_plan),
+                                .out = params.out.data,
+                                .out_row_stride = params.out.row_stride,
+                                .out_head_stride = params.out.head_stride,
+                                .lse = static_cast<float*>(params.lse),
+                                .sinks = static_cast<const float*>(params.sinks),
+                                .query_rows = static_cast<int32_t>(params.query_rows),
+                                .query_row_begin = static_cast<int32_t>(params.query_row_begin),
+                                .num_heads = params.num_heads,
+                                .head_dim = params.head_dim,
+                                .packed = packed,
+                                .packs_per_kv_head = group / packed,
+                                .rows_per_tile = rows_per_tile,
+                                .softcap = MakeSoftcap(params)};
   auto* launch = params.head_dim <= 64 ? LaunchHeadDim64 : LaunchHeadDim128;
-  launch(dtype == DUALKV_BFLOAT16, kernel_params, static_cast<cudaStream_t>(params.stream));
+  launch(params.dtype == DUALKV_BFLOAT16, kernel_params, static_cast<cudaStream_t>(params.stream));
 }
 
 }  // namespace dualkv::cuda

@@ -4,22 +4,20 @@
 #include <cuda.h>
 
 #include <cstdint>
-#include <span>
 
 #include "dualkv/dualkv.h"
 
 namespace dualkv::cuda {
 
-// One dimension of a tensor, and how much of it a copy takes. The stride, in elements, means nothing if
-// extent is 1.
-struct MapDimension {
-  int64_t extent;
-  int64_t stride;
-  int64_t box;
-};
+// Both: of 2-byte elements, to be copied to shared memory in boxes of 64 columns with the swizzle of 128
+// bytes. What a box covers outside the tensor reads as 0.
 
-// A tensor of 2-byte elements, its innermost dimension (of stride 1) first, to be copied to shared memory in
-// boxes with the swizzle of 128 bytes. What a box covers outside the tensor reads as 0.
-CUtensorMap EncodeTensorMap(const void* data, dualkv_dtype dtype, std::span<const MapDimension> dimensions);
+// Queries or what is of their shape: [query_rows, H / packed, packed, D], in boxes of `rows` rows of a pack
+// of heads.
+CUtensorMap MapQueries(const dualkv_attention_params& params, const dualkv_tensor& x, int32_t packed,
+                       int32_t rows);
+
+// Keys or values: [key_rows, Hk, D], in boxes of `rows` rows of a head.
+CUtensorMap MapKeys(const dualkv_attention_params& params, const dualkv_tensor& x, int32_t rows);
 
 }  // namespace dualkv::cuda

@@ -153,10 +153,4 @@ __host__ __device__ __forceinline__ int64_t AccumulatedRow(int64_t row, int32_t 
   return row / 8 * 8 * head_dim + row % 8 * 16;
 }
 
-// The part of the plan's image at an offset from its header.
-template <class T>
-__device__ __forceinline__ const T* PartOfPlan(const Params& params, uint64_t offset) {
-  return reinterpret_cast<const T*>(reinterpret_cast<const std::byte*>(params.plan) + offset);
-}
-
 }  // namespace dualkv::cuda::attention_backward

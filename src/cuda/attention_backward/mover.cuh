@@ -77,9 +77,9 @@ class Mover {
     Item& item = memory_.items[next.index];
     item.kv_head = exists ? index % params_.num_kv_heads : -1;
     if (exists) {
-      item.tile =
-          PartOfPlan<core::ImageKeyTile>(params_, params_.plan->key_tiles)[index / params_.num_kv_heads];
-      const auto* runs = PartOfPlan<core::ImageQueryRun>(params_, params_.plan->query_runs);
+      item.tile = core::PartOfImage<core::ImageKeyTile>(
+          params_.plan, params_.plan->key_tiles)[index / params_.num_kv_heads];
+      const auto* runs = core::PartOfImage<core::ImageQueryRun>(params_.plan, params_.plan->query_runs);
       int32_t steps = 0;
 #pragma unroll 1
       for (int32_t r = item.tile.run_begin; r < item.tile.run_end; ++r) {
@@ -130,7 +130,8 @@ class Mover {
         walk.run_index = item.tile.run_end - 1;
         walk.head_begin += params_.packed;
       }
-      const int4 run = __ldg(PartOfPlan<int4>(params_, params_.plan->query_runs) + walk.run_index);
+      const int4 run =
+          __ldg(core::PartOfImage<int4>(params_.plan, params_.plan->query_runs) + walk.run_index);
       walk.run = {.begin = run.x, .end = run.y, .masked = run.z, .turn = run.w};
       walk.row = run.x + (run.y - run.x - 1) / params_.rows_per_tile * params_.rows_per_tile;
     }
@@ -187,7 +188,8 @@ class Mover {
       if (row < row_end) {
         const int32_t window_left = params_.plan->window_left;
         const int32_t position =
-            window_left >= 0 ? __ldg(PartOfPlan<int32_t>(params_, params_.plan->positions) + row) : 0;
+            window_left >= 0 ? __ldg(core::PartOfImage<int32_t>(params_.plan, params_.plan->positions) + row)
+                             : 0;
         const core::Interval visible = core::VisibleKeys(row, position, item.tile.segment, window_left);
         const int32_t begin = max(visible.begin - item.tile.begin, 0);
         const int32_t end = min(visible.end, item.tile.end) - item.tile.begin;

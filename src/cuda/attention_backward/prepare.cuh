@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/attention_backward/config.cuh"
-#include "cuda/launch.h"
 #include "cuda/ptx/warpgroup.cuh"
 
 namespace dualkv::cuda::attention_backward {
@@ -109,7 +108,6 @@ __device__ __forceinline__ uint4 Pack8(const float (&x)[8], float factor) {
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(256) Finish(const FinishParams params) {
   const core::PlanImageHeader& plan = *params.plan;
-  const auto* image = reinterpret_cast<const std::byte*>(params.plan);
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
 
@@ -162,7 +160,7 @@ __global__ void __launch_bounds__(256) Finish(const FinishParams params) {
       reinterpret_cast<uint4*>(target)[column] = Pack8<Element>(sums, 1.0f);
     }
   };
-  const auto* split = reinterpret_cast<const core::ImageSplitTile*>(image + plan.split_tiles);
+  const auto* split = core::PartOfImage<core::ImageSplitTile>(&plan, plan.split_tiles);
   for_key_rows(
       plan.num_split_tiles,
       [&](int32_t tile) {

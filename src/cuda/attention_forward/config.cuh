@@ -118,9 +118,4 @@ struct Params {
   Softcap softcap;
 };
 
-// The part of the plan's image at an offset from its header.
-__device__ __forceinline__ const std::byte* PartOfPlan(const Params& params, uint64_t offset) {
-  return reinterpret_cast<const std::byte*>(params.plan) + offset;
-}
-
 }  // namespace dualkv::cuda::attention_forward

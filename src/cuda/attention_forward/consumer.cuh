@@ -241,7 +241,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ const int32_t* Positions() const {
-    return reinterpret_cast<const int32_t*>(PartOfPlan(params_, params_.plan->positions));
+    return core::PartOfImage<int32_t>(params_.plan, params_.plan->positions);
   }
 
   // Writes out and lse of the tile's rows, and lets go of it; the softmax starts anew.

@@ -14,8 +14,8 @@ namespace dualkv::cuda::attention_forward {
 // key, pack, first) for each of its key tiles: the one at `key`, the first or not.
 template <int kKeyTile, class VisitTile, class VisitStep>
 __device__ __forceinline__ void WalkPlan(const Params& params, VisitTile visit_tile, VisitStep visit_step) {
-  const auto* tiles = reinterpret_cast<const int4*>(PartOfPlan(params, params.plan->tiles));
-  const auto* runs = reinterpret_cast<const core::ImageRun*>(PartOfPlan(params, params.plan->runs));
+  const auto* tiles = core::PartOfImage<int4>(params.plan, params.plan->tiles);
+  const auto* runs = core::PartOfImage<core::ImageRun>(params.plan, params.plan->runs);
   // Tiles come heaviest first. Blocks take them to and fro, so that each gets as much.
   const uint32_t packs = params.num_heads / params.packed;
   const uint32_t items = params.plan->num_tiles * packs;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void ClearRows(const Params& params, int32_t warp, in
     }
   };
   const core::PlanImageHeader& plan = *params.plan;
-  const auto* cleared = reinterpret_cast<const core::Interval*>(PartOfPlan(params, plan.cleared));
+  const auto* cleared = core::PartOfImage<core::Interval>(params.plan, plan.cleared);
 #pragma unroll 1
   for (int32_t i = 0; i < plan.num_cleared; ++i) {
     clear(cleared[i].begin - params.query_row_begin, cleared[i].end - params.query_row_begin);
