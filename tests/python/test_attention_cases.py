@@ -91,8 +91,7 @@ def equal_scores(prompt, responses, heads, kv_heads, dim, q, k, dtype, device):
 def test_B1_lse_below_the_smallest_exponent(prompt, dtype, device):
     found, forest, dout = equal_scores(prompt, [1, 33, 65], 1, 1, 64, 3.53125, -3.53125, dtype, device)
     assert found["lse"].min() < -94
-    # 0 but for the rounding of the scores' gradients, to bfloat16 on a GPU.
-    assert found["dq"].abs().max() <= max(1e-2, 2 * torch.finfo(dtype).eps)
+    assert found["dq"].abs().max() <= 1e-2
     share = dout.double().cpu()[:, 0] / (forest.position_ids()[:, None] + 1)
     own = (
         share[prompt + 1 : prompt + 34].flip(0).cumsum(0).flip(0)
@@ -206,8 +205,8 @@ def test_D1_a_window_counts_earlier_positions(dtype, device):
     found = attend((zeros, zeros, v), forest, torch.ones_like(v), window_left=2)
     assert found["out"][:, 0, 0].tolist() == [1, 1.5, 2, 3, 4, 5, 6]
     dv = torch.tensor([1.833333, 1.166667, 1, 1, 1, 0.666667, 0.333333])
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found["dv"][:, 0, 0].float().cpu(), dv, rtol=eps, atol=1e-5)
+    rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(found["dv"][:, 0, 0].float().cpu(), dv, rtol=rounding, atol=1e-5)
     wider = dualkv.attention(zeros, zeros, v, forest, window_left=3)
     assert wider[4:, 0, 0].tolist() == [3.5, 4.5, 5.5]
 
@@ -252,7 +251,7 @@ def test_D4_softcap_and_its_gradient(dtype, device):
         ("dk", 1, -0.199856),
     ):
         assert abs(found[name][row, 0, 0] - value) < 2e-6 + roundings * abs(value), name
-    assert abs(found["lse"][0, 1] - 1.287092) < 5e-6
+    assert abs(found["lse"][0, 1] - 1.287092) < (5e-6 if device.type == "cuda" else 2e-6)
 
 
 def test_E1_gradients_without_strides_and_transposed(dtype, device):

@@ -43,8 +43,11 @@ def test_I2_the_weight_gradient_before_padding_rows_is_that_of_the_trimmed_run(d
 
     # Rows of zeros at the end may change how the matrix product is blocked, and so its rounding.
     found, expected = weight_gradient(rows), weight_gradient(total)
-    rounding = max(1e-5, 2 * torch.finfo(dtype).eps)
-    torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding * expected.abs().max().item())
+    rtol, atol = 1e-5, 1e-3
+    if dtype != torch.float32:
+        rtol = 2 * torch.finfo(dtype).eps
+        atol = rtol * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def test_I2_hidden_states_that_nothing_scores_may_hold_nan(every_dtype):
