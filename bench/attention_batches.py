@@ -76,6 +76,15 @@ BATCHES = [
 TABLE_1 = [*BATCHES[:3], _uniform(16, 65536, 2048)]
 TABLE_1_SPEEDUPS = dict(zip([batch.name for batch in TABLE_1], ["1.65", "3.88", "5.48", "FA2 out of memory"]))
 
+# Those of its comparison with prefix grouping, in one decoder layer: a prompt, and so many responses to it.
+SINGLE_LAYER_PROMPTS = (5059, *(1024 << shift for shift in range(3, 11)))
+SINGLE_LAYER_RESPONSES = (1, 2, 4, 8, 16, 32)
+SINGLE_LAYER = [
+    Batch(f"{prompt}, {count}", [(prompt, _RESPONSES[:count])])
+    for prompt in SINGLE_LAYER_PROMPTS
+    for count in SINGLE_LAYER_RESPONSES
+]
+
 
 @dataclass(frozen=True)
 class Goal:
