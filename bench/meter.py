@@ -61,8 +61,8 @@ class Meter:
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
 
     def free(self) -> None:
-        gc.collect()
         if self.on_gpu:
+            gc.collect()
             torch.cuda.empty_cache()
 
     def attempt(self, function) -> dict:

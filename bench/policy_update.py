@@ -178,9 +178,17 @@ class Bench:
     def __init__(self, args, meter: Meter, sizes: dict, run: dict, begin: float):
         self.args, self.meter, self.sizes, self.run = args, meter, sizes, run
         self.deadline = begin + args.budget_s
-        self.records = []
+        self.records = self.other_parts()
         self.sdpa_seconds = seconds_of_backends(meter, sizes, args.prompt + args.response)
         self.backends = list(self.sdpa_seconds)  # of scaled_dot_product_attention, fastest first
+
+    def other_parts(self) -> list[dict]:
+        """What the file has of parts that are not measured now."""
+        if not (self.args.output and self.args.output.exists()):
+            return []
+        measured = {"comparison": "policy"}
+        records = json.loads(self.args.output.read_text())
+        return [r for r in records if measured.get(r["part"], r["part"]) not in self.args.parts]
 
     def remaining_s(self) -> float:
         return self.deadline - time.monotonic()
@@ -321,7 +329,7 @@ def next_micro_batch(peaks: dict[int, int], fails: int | None, capacity: int) ->
     smaller = max((count for count in peaks if count < fits), default=0)
     slope = (peaks[fits] - peaks.get(smaller, 0)) / (fits - smaller)
     guess = fits + int((capacity - peaks[fits]) / slope) if slope > 0 else 2 * fits
-    step = math.ceil(LARGEST_WITHIN * fits)
+    step = math.ceil(LARGEST_WITHIN * (fails or fits))
     if fails is not None:
         guess = min(guess, fails - step)
     return max(guess, fits + min(step, (fails or math.inf) - fits - 1))
@@ -423,7 +431,7 @@ def main() -> None:
         "--limit-s", type=float, default=5, help="no call of the layer that would take longer"
     )
     parser.add_argument("--budget-s", type=float, default=math.inf, help="nothing that would end after it")
-    parser.add_argument("--output", type=Path, help="a JSON file of records, written after each of them")
+    parser.add_argument("--output", type=Path, help="a JSON file of records; keeps those of other parts")
     parser.add_argument("--commit", help="what is measured, where this is not a git checkout")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
