@@ -89,9 +89,9 @@ def relative_difference(x: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((x.float() - wanted).norm() / wanted.norm()).item()
 
 
-def seconds_of_backends(meter: Meter, sizes: dict, length: int) -> dict[str, float]:
-    """Causal attention, forward and backward, on two sequences by the backends of scaled_dot_product_attention,
-    fastest first; without those that cannot run."""
+def seconds_of_backends(meter: Meter, sizes: dict, length: int) -> dict[str, float | str]:
+    """Causal attention, forward and backward, on two sequences by the backends of scaled_dot_product_attention;
+    for one that cannot run its error."""
     heads = (sizes["num_attention_heads"], *[sizes["num_key_value_heads"]] * 2)
     q, k, v = (
         torch.randn(2, length, h, sizes["head_dim"], dtype=meter.dtype, device=meter.device)
@@ -113,8 +113,5 @@ def seconds_of_backends(meter: Meter, sizes: dict, length: int) -> dict[str, flo
     for name in BACKENDS[meter.device]:
         with sdpa_kernel([getattr(SDPBackend, name)]):
             record = meter.attempt(seconds)
-        if record["status"] == "ok":
-            found[name] = record["seconds"]
-        else:
-            print(f"{name}: {record['error']}")
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+        found[name] = record["seconds"] if record["status"] == "ok" else record["error"]
+    return found

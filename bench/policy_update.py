@@ -180,7 +180,10 @@ class Bench:
         self.deadline = begin + args.budget_s
         self.records = self.other_parts()
         self.sdpa_seconds = seconds_of_backends(meter, sizes, args.prompt + args.response)
-        self.backends = list(self.sdpa_seconds)  # of scaled_dot_product_attention, fastest first
+        runs = [name for name, seconds in self.sdpa_seconds.items() if not isinstance(seconds, str)]
+        self.backends = sorted(
+            runs, key=self.sdpa_seconds.get
+        )  # of scaled_dot_product_attention, fastest first
 
     def other_parts(self) -> list[dict]:
         """What the file has of parts that are not measured now."""

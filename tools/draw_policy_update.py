@@ -160,9 +160,10 @@ def source_of(records: list[dict]) -> str:
     if not records:
         return "Nothing was measured."
     first, rates = records[0], [record["matmul_tflops"] for record in records]
+    commit, _, dirty = first["commit"].partition("-")
     return (
         f"{first['device']}, PyTorch {first['torch']}, Transformers {first['transformers']}, commit "
-        f"`{first['commit'][:12]}`; a product of 8192^3 ran at {min(rates):.0f} to {max(rates):.0f} TFLOP/s."
+        f"`{commit[:12]}`{dirty and ' with changes'}; a product of 8192^3 ran at {min(rates):.0f} to {max(rates):.0f} TFLOP/s."
     )
 
 

@@ -22,7 +22,7 @@ import draw_policy_update  # noqa: E402
 import mfu  # noqa: E402
 import single_layer  # noqa: E402
 from attention_batches import SINGLE_LAYER, Batch  # noqa: E402
-from meter import Meter  # noqa: E402
+from meter import BACKENDS, Meter, seconds_of_backends  # noqa: E402
 
 # Not by its name, which an example has too.
 _spec = importlib.util.spec_from_file_location("bench_policy_update", ROOT / "bench" / "policy_update.py")
@@ -162,6 +162,12 @@ def test_replicated_is_stock_attention_without_masks_or_copied_keys(monkeypatch)
     for q, k, options in calls:
         assert (q, k) == ((2, 4, 32, 16), (2, 2, 32, 16))
         assert options["attn_mask"] is None and options["is_causal"] and options["enable_gqa"]
+
+
+def test_a_backend_that_cannot_run_leaves_its_error(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "cpu", ["CUDNN_ATTENTION", "MATH"])
+    found = seconds_of_backends(METER, policy_update.TINY, 32)
+    assert found["MATH"] > 0 and "RuntimeError" in found["CUDNN_ATTENTION"]
 
 
 def test_a_side_that_is_out_of_memory_is_a_record(tmp_path, monkeypatch):
