@@ -143,6 +143,9 @@ class Mover {
     const uint32_t stage = walk.stage;
     ptx::Mbarrier* full = &memory_.queries_full[stage];
     ptx::MbarrierWait(&memory_.queries_empty[stage], walk.stage_parity ^ 1);
+    if (masked) {
+      CopyVisible(item, walk, row_end);
+    }
 #pragma unroll
     for (int i = 0; i < kRows; i += 32) {
       const int32_t p = i + ptx::FreshLane();
@@ -151,9 +154,6 @@ class Mover {
       ptx::CopyWord(&memory_.delta[stage][p], params_.delta + first_row + (valid ? p : 0), valid);
     }
     ptx::ArriveAfterCopies(full);
-    if (masked) {
-      CopyVisible(item, walk, row_end);
-    }
     __syncwarp();
     if (threadIdx.x == 32 * kStepWarp) {
       memory_.steps[stage] = {.flags = (masked ? Step::kMasked : 0) |
