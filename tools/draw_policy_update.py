@@ -193,7 +193,11 @@ def tables(records: list[dict] | None) -> str:
         lines += [f"The decoder layer, forward and backward. {source}", "", *layer]
         skipped = part(records, "layer", status="skipped")
         if skipped:
-            lines += [f"{len(skipped)} of {len(part(records, 'layer'))} were skipped for lack of time.", ""]
+            lines += [
+                f"{len(skipped)} of {len(part(records, 'layer'))} were skipped for lack of time. "
+                "Batches of which all were are not in the table.",
+                "",
+            ]
     errors = {
         f"{record.get('impl') or record.get('side')}: {record['error']}": None
         for record in records
