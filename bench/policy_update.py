@@ -1,21 +1,23 @@
-"""A GRPO policy update of Qwen3-8B on one GPU, replicated and packed, and one decoder layer of it: time, memory, MFU.
+"""A GRPO policy update of Qwen3-8B on one GPU, replicated and packed, and one layer: time, memory, MFU.
 
-    PYTHONPATH=python python bench/policy_update.py --budget-s 280 [--output bench/results/h200/policy_update.json]
-    PYTHONPATH=python python bench/policy_update.py --parts policy largest [--micro-batches 4 8 16 --layers 36]
+    PYTHONPATH=python python bench/policy_update.py --budget-s 280 --limit-s 3
+        [--output bench/results/h200/policy_update.json]
+    PYTHONPATH=python python bench/policy_update.py --parts policy largest [--micro-batches 4 8 --layers 36]
     PYTHONPATH=python python bench/policy_update.py --parts layer --limit-s 5
     PYTHONPATH=python python bench/policy_update.py --tiny --device cpu
 
 The parts:
 
-policy   A micro-batch of N responses to one prompt: the old log-probs (without gradients), then the update (forward,
-         GRPO loss and backward, layers checkpointed). *packed* is dualkv; *replicated* is stock Transformers on N
-         sequences of equal length, without padding or masks, with the faster of PyTorch's attention backends. Both
-         have dualkv.linear_logprob for a head. No optimizer. Their log-probs and some gradients are compared.
+policy   A micro-batch of N responses to one prompt: the old log-probs (without gradients), then the update
+         (forward, GRPO loss and backward, layers checkpointed). *packed* is dualkv; *replicated* is stock
+         Transformers on N sequences of equal length, without padding or masks, with the faster of PyTorch's
+         attention backends. Both have dualkv.linear_logprob for a head. No optimizer. Log-probs and some
+         gradients are compared.
 largest  The largest micro-batch that either fits: tried until it is out of memory.
 layer    One decoder layer on the 54 batches of the paper's table: see single_layer.py.
 
-Weights are random. Each micro-batch runs through WARMUP_LAYERS layers before it is timed. docs/policy_update.md says
-how MFU is counted and has what was measured.
+Weights are random. Each micro-batch runs through WARMUP_LAYERS layers before it is timed.
+docs/policy_update.md says how MFU is counted and has what was measured.
 """
 
 from __future__ import annotations
@@ -87,6 +89,8 @@ class Problem:
 
 
 class Packed:
+    """dualkv."""
+
     name, attention = "packed", "dualkv"
 
     def __init__(self, problem: Problem):
@@ -105,8 +109,8 @@ class Packed:
 
 
 class Replicated:
-    """Stock Transformers. It passes no mask, and on to PyTorch that query heads share keys (`enable_gqa`): neither
-    cuDNN nor FlashAttention copies them."""
+    """Stock Transformers. It passes no mask, and tells PyTorch that query heads share keys (`enable_gqa`):
+    neither cuDNN nor FlashAttention copies them."""
 
     name = "replicated"
 
@@ -180,10 +184,9 @@ class Bench:
         self.deadline = begin + args.budget_s
         self.records = self.other_parts()
         self.sdpa_seconds = seconds_of_backends(meter, sizes, args.prompt + args.response)
+        # Backends of scaled_dot_product_attention that run, fastest first.
         runs = [name for name, seconds in self.sdpa_seconds.items() if not isinstance(seconds, str)]
-        self.backends = sorted(
-            runs, key=self.sdpa_seconds.get
-        )  # of scaled_dot_product_attention, fastest first
+        self.backends = sorted(runs, key=self.sdpa_seconds.get)
 
     def other_parts(self) -> list[dict]:
         """What the file has of parts that are not measured now."""
@@ -212,7 +215,8 @@ def gradients_of(model) -> dict[str, torch.Tensor]:
 
 
 def measure_side(bench: Bench, model, side, problem: Problem, results: dict) -> dict:
-    """Both passes of a micro-batch; medians. What they give goes to `results`, for a comparison."""
+    """The record of both passes of a micro-batch: medians of seconds, peaks in bytes, MFU. Log-probs [M] and
+    gradients go to `results`, for a comparison."""
     meter, args = bench.meter, bench.args
     count, response = problem.responses.shape
     matmul_tflops = meter.matmul_tflops()
@@ -231,19 +235,19 @@ def measure_side(bench: Bench, model, side, problem: Problem, results: dict) -> 
     results["logprobs"], results["gradients"] = logprobs.cpu(), gradients_of(model)
     seconds = {name: statistics.median(values) for name, values in times.items()}
     micro_batch = {"prompt": len(problem.prompt), "response": response, "count": count}
-    limits = {"": meter.nominal_tflops, "_of_matmul": matmul_tflops}
+    rates = {"": meter.nominal_tflops, "_of_matmul": matmul_tflops}  # by suffix of what is a share of it
     return {
         "tokens": side.tokens,
         **{f"{name}_s": value for name, value in seconds.items()},
         **{f"{name}_{of}": value for name in PASSES for of, value in peaks[name].items()},
-        **utilization(bench.sizes, micro_batch, seconds, side.name == "replicated", limits),
+        **utilization(bench.sizes, micro_batch, seconds, side.name == Replicated.name, rates),
         "matmul_tflops": matmul_tflops,
         "nominal_tflops": meter.nominal_tflops,
     }
 
 
 def compare(packed: dict, replicated: dict) -> dict:
-    """Largest difference of a log-prob, and differences of gradients as shares of their norms."""
+    """Largest and mean difference of log-probs, and differences of gradients as shares of their norms."""
     logprobs, wanted = packed["logprobs"], replicated["logprobs"]
     return {
         "logprob_difference": (logprobs - wanted).abs().max().item(),
@@ -265,67 +269,79 @@ def speedups(packed: dict, replicated: dict) -> dict:
     return record
 
 
-def measure_policy(bench: Bench) -> None:
-    """The parts "policy" and "largest"."""
-    args, meter, sizes = bench.args, bench.meter, bench.sizes
-    model = make_model(sizes, meter)
-    shape = {
-        "prompt": args.prompt,
-        "response": args.response,
-        "layers": sizes["num_hidden_layers"],
-        "weights_bytes": sum(x.numel() * x.element_size() for x in model.parameters()),
-        "sdpa_seconds": bench.sdpa_seconds,
-    }
-    measured, walls = {}, {}  # by side: its records, and seconds that a token takes with all there is to it
+class Sides:
+    """Measures sides on one model, and keeps what they have shown."""
 
-    def run(side, problem: Problem) -> tuple[dict, dict]:
-        """The record of a side, and its results."""
-        count = len(problem.lengths)
+    def __init__(self, bench: Bench):
+        self.bench, self.model = bench, make_model(bench.sizes, bench.meter)
+        self.shape = {
+            "prompt": bench.args.prompt,
+            "response": bench.args.response,
+            "layers": bench.sizes["num_hidden_layers"],
+            "weights_bytes": sum(x.numel() * x.element_size() for x in self.model.parameters()),
+            "sdpa_seconds": bench.sdpa_seconds,
+        }
+        self.measured = {Packed.name: {}, Replicated.name: {}}  # by side and micro-batch: its record
+        self.token_s = {}  # by side: seconds that a token takes with all there is to it
+
+    def measure(self, side, problem: Problem) -> tuple[dict, dict]:
+        """The record of a side, and its results: log-probs and gradients, or none if it was not measured."""
+        bench, count = self.bench, len(problem.lengths)
         record = {
             "part": "policy",
             "side": side.name,
             "attention": side.attention,
             "micro_batch": count,
-            **shape,
+            **self.shape,
         }
-        estimate = walls.get(side.name, walls.get("packed", 0)) * side.tokens
+        estimate = self.token_s.get(side.name, self.token_s.get(Packed.name, 0)) * side.tokens
         if estimate > bench.remaining_s():
             return bench.add({**record, "status": "skipped", "estimate_s": estimate}), {}
         begin, results = time.monotonic(), {}
-        record |= meter.attempt(lambda: measure_side(bench, model, side, problem, results))
-        model.zero_grad(set_to_none=True)
-        meter.free()
-        if record["status"] == "ok":
-            walls.setdefault(side.name, (time.monotonic() - begin) / side.tokens)
-            measured.setdefault(side.name, {}).setdefault(count, record)
+        record |= bench.meter.attempt(lambda: measure_side(bench, self.model, side, problem, results))
+        self.model.zero_grad(set_to_none=True)
+        bench.meter.free()
+        if record["status"] == "ok":  # of two backends the faster one comes first, and counts
+            self.token_s.setdefault(side.name, (time.monotonic() - begin) / side.tokens)
+            self.measured[side.name].setdefault(count, record)
         return bench.add(record), results
 
-    for count in args.micro_batches:
-        problem = Problem(sizes, args.prompt, args.response, count)
-        packed, ours = run(Packed(problem), problem)
-        first = count == args.micro_batches[0]
-        sides = [
-            run(Replicated(problem, backend), problem) for backend in bench.backends[: 2 if first else 1]
-        ]
-        sides = [(record, results) for record, results in sides if record["status"] == "ok"]
-        if packed["status"] != "ok" or not sides:
-            continue
-        (replicated, theirs), *others = sides
-        comparison = {"part": "comparison", "micro_batch": count, **speedups(packed, replicated)}
-        comparison |= compare(ours, theirs)
-        if others:  # what rounding alone makes of it
-            comparison["between_backends"] = compare(others[0][1], theirs)
-        bench.add(comparison)
 
-    if "largest" in args.parts:
-        for name, make in (("packed", Packed), ("replicated", lambda x: Replicated(x, bench.backends[0]))):
-            found = largest(bench, model, make, measured.get(name, {}))
-            bench.add({"part": "largest", "side": name, **shape, **found})
+def measure_micro_batch(bench: Bench, sides: Sides, count: int, backends: list[str]) -> None:
+    """Packed, then replicated with each of these backends of PyTorch's attention, and their comparison."""
+    problem = Problem(bench.sizes, bench.args.prompt, bench.args.response, count)
+    packed, ours = sides.measure(Packed(problem), problem)
+    replicated = [sides.measure(Replicated(problem, backend), problem) for backend in backends]
+    replicated = [(record, results) for record, results in replicated if record["status"] == "ok"]
+    if packed["status"] != "ok" or not replicated:
+        return
+    (record, theirs), *others = replicated
+    comparison = {"part": "comparison", "micro_batch": count, **speedups(packed, record)}
+    comparison |= compare(ours, theirs)
+    if others:  # what rounding alone makes of it
+        comparison["between_backends"] = compare(others[0][1], theirs)
+    bench.add(comparison)
+
+
+def measure_policy(bench: Bench) -> None:
+    """The parts "policy" and "largest"."""
+    sides = Sides(bench)
+    for i, count in enumerate(bench.args.micro_batches):
+        measure_micro_batch(bench, sides, count, bench.backends[: 2 if i == 0 else 1])
+    if "largest" in bench.args.parts:
+        for name, make in (
+            (Packed.name, Packed),
+            (Replicated.name, lambda problem: Replicated(problem, bench.backends[0])),
+        ):
+            found = largest(bench, sides.model, make, sides.measured[name])
+            bench.add({"part": "largest", "side": name, **sides.shape, **found})
 
 
 def next_micro_batch(peaks: dict[int, int], fails: int | None, capacity: int) -> int | None:
-    """The micro-batch to try next: where a line through the peaks of the two largest that fit meets the capacity,
-    kept between what fits and what fails. None: they are close enough."""
+    """The micro-batch to try next: where a line through the peaks of the two largest that fit meets the
+    capacity, kept between what fits and what fails. None: they are close enough.
+
+    peaks: bytes, by micro-batch that fits; fails: the smallest that does not; capacity: bytes."""
     fits = max(peaks)
     if fails is not None and fails - fits <= max(1, LARGEST_WITHIN * fits):
         return None
@@ -339,14 +355,15 @@ def next_micro_batch(peaks: dict[int, int], fails: int | None, capacity: int) ->
 
 
 def largest(bench: Bench, model, make, measured: dict[int, dict]) -> dict:
-    """Updates of growing micro-batches until one is out of memory. measured: records of those that fit."""
+    """The record of the largest micro-batch that fits, by updates of growing ones until one is out of memory.
+    make: from a problem its side; measured: records of micro-batches that fit."""
     meter, args = bench.meter, bench.args
     capacity = meter.capacity()
     if not measured or capacity is None:
-        return {
-            "status": "error",
-            "error": "nothing to start from: no micro-batch fits, or memory is not measured",
-        }
+        reason = f"memory is not measured with --device {meter.device}"
+        if capacity is not None:
+            reason = f"none of the micro-batches {args.micro_batches} was measured"
+        return {"status": "error", "error": f"nothing to start from: {reason}"}
     peaks = {count: record["update_allocated_bytes"] for count, record in measured.items()}
     seconds = max(record["update_s"] / count for count, record in measured.items())
     fails, tries, status = None, [], "ok"
@@ -381,39 +398,54 @@ def largest(bench: Bench, model, make, measured: dict[int, dict]) -> dict:
 
 def line(record: dict) -> str:
     """A record in a line of the table on stdout."""
-    words = f"{record['part']} {record.get('side', '')}"
-    if record["part"] == "layer" and "impl" in record:
+    if record["part"] == "comparison":
+        return comparison_line(record)
+    words, figures = record["part"], ""
+    if "impl" in record:
         words = f"layer {record['batch']:>12} {record['impl']:>16}"
         if record["status"] == "ok":
-            return words + f" {1e3 * record['seconds']:9.1f} ms, {gib(record['allocated_bytes'])} GiB"
-    elif record["part"] == "comparison":
-        shares = ", ".join(
-            f"{name} {record[f'{name}_speedup']:.2f}x = {record[f'{name}_speedup_of_ratio']:.2f} of the ratio"
-            for name in PASSES
-        )
-        gradients = max(record["gradient_differences"].values())
-        return (
-            f"micro-batch {record['micro_batch']}: tokens {record['token_ratio']:.2f}x, {shares}; "
-            f"log-probs within {record['logprob_difference']:.2g}, gradients {gradients:.2g}"
-        )
-    elif record["part"] == "largest":
-        fits, fails = record.get("fits"), record.get("out_of_memory")
-        words = f"largest {record['side']:>10}: {fits} fits, {fails} does not"
-        if record["status"] == "ok":
-            return words
+            figures = f" {1e3 * record['seconds']:9.1f} ms, {gib(record['allocated_bytes'])} GiB"
     elif "micro_batch" in record:
         words = f"policy {record['micro_batch']:>3} {record['side']:>10} {record['attention']:>16}"
         if record["status"] == "ok":
-            mfu = record["update_effective_mfu"]
-            return words + (
-                f" old {record['old_s']:8.3f} s, update {record['update_s']:8.3f} s, "
-                f"{gib(record['update_allocated_bytes'])} GiB, effective MFU {'-' if mfu is None else f'{mfu:.2f}'}"
-            )
-    return f"{words}: {record['status']} {record.get('error', '')}".rstrip()
+            figures = policy_figures(record)
+    elif "side" in record:
+        words = f"largest {record['side']:>10}"
+        if "fits" in record:
+            figures = f": {record['fits']} fits, {record['out_of_memory']} does not"
+    if record["status"] != "ok":
+        figures += f": {record['status']} {record.get('error', '')}".rstrip()
+    return words + figures
+
+
+def policy_figures(record: dict) -> str:
+    mfu = record["update_effective_mfu"]
+    return (
+        f" old {record['old_s']:8.3f} s, update {record['update_s']:8.3f} s, "
+        f"{gib(record['update_allocated_bytes'])} GiB, effective MFU {'-' if mfu is None else f'{mfu:.2f}'}"
+    )
+
+
+def comparison_line(record: dict) -> str:
+    shares = ", ".join(
+        f"{name} {record[f'{name}_speedup']:.2f}x = {record[f'{name}_speedup_of_ratio']:.2f} of the ratio"
+        for name in PASSES
+    )
+    gradients = max(record["gradient_differences"].values())
+    return (
+        f"micro-batch {record['micro_batch']}: tokens {record['token_ratio']:.2f}x, {shares}; "
+        f"log-probs within {record['logprob_difference']:.2g}, gradients {gradients:.2g}"
+    )
 
 
 def gib(size: int | None) -> str:
     return "-" if size is None else f"{size / 2**30:.1f}"
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
 
 def main() -> None:
@@ -424,15 +456,13 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="+", choices=("policy", "largest", "layer"), default=["policy", "layer"]
     )
-    parser.add_argument("--layers", type=int, help="of the model; 36")
-    parser.add_argument("--micro-batches", type=int, nargs="+", help="responses to a prompt; 4 8 16")
-    parser.add_argument("--prompt", type=int, help="tokens of the prompt; 8192")
-    parser.add_argument("--response", type=int, help="tokens of a response; 2048")
-    parser.add_argument("--repeats", type=int, default=1, help="timed calls, after one to warm up")
+    parser.add_argument("--layers", type=positive, help="of the model; 36")
+    parser.add_argument("--micro-batches", type=positive, nargs="+", help="responses to a prompt; 4 8 16")
+    parser.add_argument("--prompt", type=positive, help="tokens of the prompt; 8192")
+    parser.add_argument("--response", type=positive, help="tokens of a response; 2048")
+    parser.add_argument("--repeats", type=positive, default=1, help="timed calls, after one to warm up")
     parser.add_argument("--impls", nargs="+", choices=IMPLS, metavar="IMPL", help=", ".join(IMPLS))
-    parser.add_argument(
-        "--limit-s", type=float, default=5, help="no call of the layer that would take longer"
-    )
+    parser.add_argument("--limit-s", type=float, default=5, help="no longer call of the layer, in seconds")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="nothing that would end after it")
     parser.add_argument("--output", type=Path, help="a JSON file of records; keeps those of other parts")
     parser.add_argument("--commit", help="what is measured, where this is not a git checkout")

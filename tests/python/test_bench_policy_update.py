@@ -220,6 +220,7 @@ def test_everything_runs_on_a_gpu(tmp_path):
     [
         (["--device", "cpu"], "--device cpu is for --tiny only"),
         (["--tiny", "--device", "cpu", "--parts", "largest"], "--parts largest starts from"),
+        (["--tiny", "--device", "cpu", "--repeats", "0"], "argument --repeats: must be at least 1, got 0"),
     ],
 )
 def test_options_that_do_not_fit(arguments, message, monkeypatch, capsys):
@@ -279,6 +280,12 @@ def test_the_largest_micro_batch_of_a_side(tmp_path, monkeypatch):
         assert (record["status"], record["fits"], record["out_of_memory"]) == ("ok", 38, 39)
         tries = [(tried["micro_batch"], tried["status"]) for tried in record["tries"]]
         assert tries == [(40, "oom"), (38, "ok"), (39, "oom")]
+
+
+def test_without_measured_memory_there_is_no_largest_micro_batch(records):
+    errors = {record["side"]: record["error"] for record in of_part(records, "largest", status="error")}
+    error = "nothing to start from: memory is not measured with --device cpu"
+    assert errors == {"packed": error, "replicated": error}
 
 
 # --------------------------------------------------------------------------------------------------------- layer
