@@ -1,18 +1,18 @@
-"""One decoder layer of Qwen3-8B on the batches of the paper's table, forward and backward, for policy_update.py.
+"""One decoder layer of Qwen3-8B on the batches of the paper's table, both passes, for policy_update.py.
 
 Four ways through the layer, which is that of Transformers; only the rows and the attention differ:
 
 dualkv           packed rows and dualkv.attention
-replicated       each response behind a copy of its prompt, rows without padding; in attention, and there only,
-                 sequences are padded on the right, where causal attention needs no mask, for the faster of PyTorch's
-                 backends
-prefix-grouping  packed rows; in attention the prompt by itself, then the responses with FlashAttention-2, each
-                 against a copy of the prompt's keys and values with its own behind them
+replicated       each response behind a copy of its prompt, rows without padding; in attention, and there
+                 only, sequences are padded on the right, where causal attention needs no mask, for the faster
+                 of PyTorch's backends
+prefix-grouping  packed rows; in attention the prompt by itself with that backend, then the responses with
+                 FlashAttention-2, each against a copy of the prompt's keys and values and its own
 flex             packed rows and FlexAttention, compiled once for all shapes
 
-The first call of a batch warms up and the next are timed; where smaller batches say that a call takes SLOW_S or more,
-the first one is. The rows, the gradient of the layer's input and that of one of its weights are compared with dualkv's
-where a batch has at most COMPARED_ROWS.
+The first call of a batch warms up and the next are timed; where smaller batches say that a call takes SLOW_S
+or more, the first one is. The rows, the gradient of the layer's input and that of one of its weights are
+compared with those of the first implementation, dualkv, where a batch has at most COMPARED_ROWS.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from functools import cache
 
 import torch
 import transformers
@@ -35,9 +36,7 @@ from transformers.modeling_utils import AttentionInterface
 import dualkv
 
 SLOW_S = 3.0
-COMPILE_S = (
-    60  # about what FlexAttention takes, and the most that an implementation may take beside its calls
-)
+COMPILE_S = 60  # about what FlexAttention takes, and the most that any may take beside its calls
 ERRORS = 2  # after so many an implementation is not tried again
 COMPARED_ROWS = 50_000
 SAMPLED_ROWS = 1024
@@ -54,7 +53,8 @@ TINY_BATCHES = [
 
 
 def _attend(module, query, key, value, attention_mask, attend, **_):
-    """The attention function of the layer: [1, heads, T, D] -> [1, T, H, D], by `attend` on [T, heads, D]."""
+    """Transformers' attention function: query [1, H, T, D], key and value [1, Hk, T, D] -> [1, T, H, D].
+    `attend` computes it: q [T, H, D], k and v [T, Hk, D] -> [T, H, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return attend(q, k, v)[None], None
 
@@ -76,13 +76,14 @@ class Layer:
         self.parameters = dict(self.layer.named_parameters())
 
     def __call__(self, hidden, positions, attend):
-        """hidden [T, C], positions [T] -> [T, C]."""
+        """hidden [T, C], positions [T] -> [T, C], with an implementation's `attend`."""
         rotation = self.rotary(hidden[None], positions[None])
         out = self.layer(hidden[None], attention_mask=None, position_embeddings=rotation, attend=attend)
         return (out if isinstance(out, torch.Tensor) else out[0])[0]
 
     def work(self, rows: int, batch: Batch) -> float:
-        """FLOPs of a forward and a backward on so many rows, with the attention of a batch."""
+        """FLOPs of a forward and a backward on so many rows, with the attention of a batch, whose backward
+        has BACKWARD_WORK: the scores again, which MFU (mfu.py) does not count."""
         weights = sum(x.numel() for x in self.parameters.values())
         attention = 4 * batch.head_dim * batch.heads * batch.pairs
         return 3 * 2 * weights * rows + (1 + BACKWARD_WORK) * attention
@@ -101,7 +102,12 @@ class Layer:
 
 
 class PackedRows:
-    """An implementation on the packed rows as they are."""
+    """An implementation on the packed rows as they are: T of them, as in the batch.
+
+    One on other rows, R of them, has the same methods. `take` and `upstream` make of hidden [T, C] and of the
+    gradient of the layer's output [T, C] what its rows get [R, C]. `packed` and `summed` bring its output and
+    the gradient of its input [R, C] back to [T, C], off the clock.
+    """
 
     def __init__(self, batch: Batch, meter: Meter):
         self.device = meter.device
@@ -140,7 +146,7 @@ class PrefixGrouping(PackedRows):
         return torch.cat([prompt[0], self.attend_responses(q[self.prompt :], *copies)])
 
     def replicate(self, x):
-        """Keys or values, for each response the prompt's and its own."""
+        """Keys or values [T, Hk, D]: for each response the prompt's, and its own behind them."""
         own = x[self.prompt :].split(self.responses)
         return torch.cat([part for response in own for part in (x[: self.prompt], response)])
 
@@ -159,6 +165,8 @@ class PrefixGrouping(PackedRows):
 
 
 class Replicated:
+    """On the rows of all sequences [prompt, response], one after the other."""
+
     def __init__(self, batch: Batch, meter: Meter):
         [(prompt, responses)] = packed_rows(batch.groups)
         self.order = Reordered([rows for response in responses for rows in (prompt, response)], meter.device)
@@ -179,33 +187,36 @@ class Replicated:
 
 
 class Flex(PackedRows):
-    attend_compiled = None  # shared by all batches
-
     def __init__(self, batch: Batch, meter: Meter):
         super().__init__(batch, meter)
         self.block_mask = shared_prompt_mask(self.forest, meter.device)
-        if Flex.attend_compiled is None:
-            torch._dynamo.config.recompile_limit = 64
-            Flex.attend_compiled = staticmethod(compiled(flex_attention, meter.device, dynamic=True))
+        self.flex_attention = compiled_flex_attention(meter.device)
 
     def attend(self, q, k, v):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = Flex.attend_compiled(q, k, v, block_mask=self.block_mask, enable_gqa=True)
+        out = self.flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=True)
         return out[0].transpose(0, 1)
+
+
+@cache
+def compiled_flex_attention(device: str):
+    """Once for all batches."""
+    torch._dynamo.config.recompile_limit = 64
+    return compiled(flex_attention, device, dynamic=True)
 
 
 IMPLS = {"dualkv": Dualkv, "replicated": Replicated, "prefix-grouping": PrefixGrouping, "flex": Flex}
 
 
 def causal(q, k, v):
-    """Of sequences of equal length [N, S, heads, D], with the backend that the caller has chosen."""
+    """q [N, S, H, D], k and v [N, S, Hk, D] -> [N, S, H, D], with the backend that the caller has chosen."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def shared_prompt_mask(forest: dualkv.SegmentForest, device: str) -> BlockMask:
-    """A row sees a key iff key <= row < end of the key's tree. Blocks come from the ends of their keys, without a
-    look at each pair: a prompt of a million tokens has 10^12."""
+    """A row sees a key iff key <= row < end of the key's tree. Blocks come from the ends of their keys,
+    without a look at each pair: a prompt of a million tokens has 10^12."""
     lengths = torch.tensor(forest.lengths)
     ends = lengths.cumsum(0)
     ends[0] = forest.total_tokens
@@ -247,8 +258,9 @@ def _block_lists(blocks) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measure(layer: Layer, meter: Meter, make, batch: Batch, repeats: int, expected: dict) -> dict:
-    """repeats: timed calls after the first; with none, the first is timed. expected: sampled results of the first
-    implementation, or empty and filled here."""
+    """The record of an implementation: medians of seconds, peaks in bytes. repeats: timed calls after the
+    first; with none, the first is timed. expected: sampled results of the first implementation, or empty and
+    filled here."""
     impl = make(batch, meter)
     hidden_size = layer.layer.hidden_size
     torch.manual_seed(0)
@@ -301,7 +313,8 @@ def largest_difference(found: dict, expected: dict) -> float:
     differences = {name: relative_difference(x, expected[name]) for name, x in found.items()}
     for name, difference in differences.items():
         if not difference <= LARGEST_DIFFERENCE:
-            raise ArithmeticError(f"{name}: off by {difference:.2g} of the norm")
+            limit = LARGEST_DIFFERENCE
+            raise ArithmeticError(f"{name}: off by {difference:.2g} of the norm, more than {limit}")
     return max(differences.values())
 
 
@@ -335,53 +348,53 @@ class Trials:
 
 
 def skipped(estimate: float | None, calls: int, limit: float, remaining: float) -> dict | None:
-    """estimate: seconds of a call, if smaller batches tell; all in seconds."""
+    """What a record says if its calls would take too long. estimate: of one of so many calls, if smaller
+    batches tell; all in seconds."""
     if remaining <= 0:
         return {"status": "skipped", "error": "the budget is spent"}
-    if estimate is not None and estimate > limit:
+    if estimate is None:
+        return None
+    if estimate > limit:
         return {"status": "skipped", "error": f"a call would take longer than the limit, {limit:g} s"}
-    if estimate is not None and calls * estimate > remaining:
+    if calls * estimate > remaining:
         return {"status": "skipped", "error": "its calls would take longer than what is left of the budget"}
     return None
+
+
+def measure_or_skip(bench, layer: Layer, name: str, batch: Batch, trial: Trials, expected: dict) -> dict:
+    """The record of an implementation on a batch, which `trial` notes, or why it was left out."""
+    args, meter = bench.args, bench.meter
+    prompt, _ = batch.groups[0]
+    estimate = layer.estimate(name, batch, trial.rate)
+    repeats = 0 if estimate is not None and estimate >= SLOW_S else args.repeats
+    compile_s = COMPILE_S if name == "flex" and trial.rate is None and meter.on_gpu else 0
+    remaining = bench.remaining_s() - compile_s
+    left_out = trial.left_out(prompt) or skipped(estimate, 1 + repeats, args.limit_s, remaining)
+    if left_out:
+        return {**left_out, "estimate_s": estimate}
+    begin = time.monotonic()
+    with sdpa_kernel([getattr(SDPBackend, bench.backends[0])]):
+        found = meter.attempt(lambda: measure(layer, meter, IMPLS[name], batch, repeats, expected))
+    trial.note(batch.name, prompt, found, time.monotonic() - begin, 1 + repeats)
+    return found
 
 
 def measure_single_layer(bench) -> None:
     """Small prompts first, and of each batch dualkv first. bench: a policy_update.Bench."""
     args, meter = bench.args, bench.meter
     layer = Layer(bench.sizes, meter)
-    backend = bench.backends[0]
-    shape = {
-        "weights_bytes": sum(x.numel() * x.element_size() for x in layer.parameters.values()),
-        "sdpa_backend": backend,
-    }
     trials = {name: Trials() for name in args.impls or IMPLS}
     for batch in TINY_BATCHES if args.tiny else SINGLE_LAYER:
         prompt, responses = batch.groups[0]
-        expected = {}
-        matmul_tflops = meter.matmul_tflops()
+        shape = {
+            "responses": len(responses),
+            "tokens": batch.tokens,
+            "weights_bytes": sum(x.numel() * x.element_size() for x in layer.parameters.values()),
+            "sdpa_backend": bench.backends[0],
+            "matmul_tflops": meter.matmul_tflops(),
+        }
         meter.free()
+        expected = {}
         for name, trial in trials.items():
-            record = {"part": "layer", "batch": batch.name, "impl": name, "prompt": prompt}
-            record |= {
-                "responses": len(responses),
-                "tokens": batch.tokens,
-                **shape,
-                "matmul_tflops": matmul_tflops,
-            }
-            estimate = layer.estimate(name, batch, trial.rate)
-            repeats = 0 if estimate is not None and estimate >= SLOW_S else args.repeats
-            compiles = COMPILE_S if name == "flex" and trial.rate is None and meter.on_gpu else 0
-            remaining = bench.remaining_s() - compiles
-            left_out = trial.left_out(prompt) or skipped(estimate, 1 + repeats, args.limit_s, remaining)
-            if left_out:
-                bench.add({**record, **left_out, "estimate_s": estimate})
-                continue
-            begin = time.monotonic()
-            with sdpa_kernel([getattr(SDPBackend, backend)]):
-                found = meter.attempt(
-                    lambda make=IMPLS[name], repeats=repeats: measure(
-                        layer, meter, make, batch, repeats, expected
-                    )
-                )
-            trial.note(batch.name, prompt, found, time.monotonic() - begin, 1 + repeats)
-            bench.add({**record, **found})
+            record = {"part": "layer", "batch": batch.name, "impl": name, "prompt": prompt, **shape}
+            bench.add({**record, **measure_or_skip(bench, layer, name, batch, trial, expected)})
