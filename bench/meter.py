@@ -17,7 +17,7 @@ TRIAL_CALLS = 3
 
 
 class Meter:
-    """Measures on "cuda" or "cpu". A CPU's memory is not measured: its peaks are None."""
+    """Measures on "cuda", in bf16, or "cpu", in fp32. A CPU's memory is not measured: its peaks are None."""
 
     def __init__(self, device: str):
         self.device = device
@@ -47,7 +47,7 @@ class Meter:
         return seconds, result, peaks
 
     def matmul_tflops(self, calls: int = 20) -> float:
-        """The rate of a large matrix product: what this card does now."""
+        """TFLOP/s of a large matrix product: what this card does now."""
         size = MATMUL_SIZE if self.on_gpu else CPU_MATMUL_SIZE
         a, b = (torch.randn(size, size, dtype=self.dtype, device=self.device) for _ in range(2))
         out = a @ b
@@ -55,7 +55,7 @@ class Meter:
         return 2 * size**3 / seconds / 1e12
 
     def capacity(self) -> int | None:
-        """Bytes that tensors could have, if they fitted without gaps."""
+        """Bytes that tensors could have, if they fitted without gaps. None: not measured."""
         if not self.on_gpu:
             return None
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
@@ -90,8 +90,8 @@ def relative_difference(x: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def seconds_of_backends(meter: Meter, sizes: dict, length: int) -> dict[str, float | str]:
-    """Causal attention, forward and backward, on two sequences by the backends of scaled_dot_product_attention;
-    for one that cannot run its error."""
+    """Seconds of causal attention, forward and backward, on two sequences of so many tokens, by the backends
+    of scaled_dot_product_attention; for one that cannot run its error."""
     heads = (sizes["num_attention_heads"], *[sizes["num_key_value_heads"]] * 2)
     q, k, v = (
         torch.randn(2, length, h, sizes["head_dim"], dtype=meter.dtype, device=meter.device)

@@ -1,8 +1,8 @@
-"""Model FLOPs utilization of a policy update: the work of its matrix products over time and the device's peak.
+"""Model FLOPs utilization of a policy update: the work of its matrix products over time and a peak rate.
 
-Only what the mathematics asks for is counted: a backward is two forwards, and neither layers that are computed again
-(gradient checkpointing) nor scores and logits that the kernels compute again count. A causal triangle of n rows has
-n * n / 2 pairs.
+Only what the mathematics asks for is counted: a backward is two forwards, and neither layers that are
+computed again (gradient checkpointing) nor scores and logits that the kernels compute again count. A causal
+triangle of n rows has n * n / 2 pairs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ NOMINAL_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
 
 
 def forward_flops(sizes: dict, tokens: int, scored: int, pairs: float) -> float:
-    """Of the matrix products of a forward: `tokens` rows through the layers, `scored` rows through the head, and
-    `pairs` of a row and a key that it sees in each layer and head."""
+    """FLOPs of the matrix products of a forward: `tokens` rows through the layers, `scored` rows through the
+    head of the vocabulary, and `pairs` of a row and a key that it sees, in each layer and attention head."""
     heads, kv_heads, head_dim = (
         sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -28,7 +28,7 @@ def forward_flops(sizes: dict, tokens: int, scored: int, pairs: float) -> float:
 
 
 def batch_flops(sizes: dict, prompt: int, response: int, count: int, replicated: bool) -> float:
-    """A forward of `count` responses to one prompt."""
+    """FLOPs of a forward of `count` responses to one prompt; lengths are in tokens."""
     groups = [(prompt, [response])] * count if replicated else [(prompt, [response] * count)]
     batch = Batch("", groups)
     # A prompt's last row predicts the first token of each response, and is multiplied once for each copy.
@@ -39,8 +39,11 @@ def batch_flops(sizes: dict, prompt: int, response: int, count: int, replicated:
 def utilization(
     sizes: dict, micro_batch: dict, seconds: dict[str, float], replicated: bool, peaks: dict
 ) -> dict:
-    """Model FLOPs utilization of each pass, as shares of each peak in TFLOP/s: effective, of the replicated
-    batch's work, and physical, of the work that this side does."""
+    """Model FLOPs utilization of each pass: effective, of the replicated batch's work, and physical, of the
+    work that this side does.
+
+    micro_batch: prompt, response and count of batch_flops; seconds: by pass; replicated: whether this side
+    is; peaks: TFLOP/s, by suffix of the names of the shares of it. A peak of None gives None."""
     record = {}
     for of, flops in (
         ("effective", batch_flops(sizes, **micro_batch, replicated=True)),

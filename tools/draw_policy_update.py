@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/policy_update.md from what bench/policy_update.py has measured, and draws it.
+"""Writes the tables of docs/policy_update.md from what bench/policy_update.py has measured, and its picture.
 
     python tools/draw_policy_update.py RECORDS.json PICTURE.svg PAGE.md
 
-The tables stand between two markers in the page. Without a file of records the page says that nothing has been
-measured yet, and nothing is drawn. The same records give the same files.
+The tables stand between two markers in the page. Without a file of records the page says that nothing has
+been measured yet, and nothing is drawn. The same records give the same files.
 """
 
 from __future__ import annotations
@@ -161,9 +161,10 @@ def source_of(records: list[dict]) -> str:
         return "Nothing was measured."
     first, rates = records[0], [record["matmul_tflops"] for record in records]
     commit, _, dirty = first["commit"].partition("-")
+    changes = " with changes" if dirty else ""
     return (
         f"{first['device']}, PyTorch {first['torch']}, Transformers {first['transformers']}, commit "
-        f"`{commit[:12]}`{dirty and ' with changes'}; a product of 8192^3 ran at {min(rates):.0f} to {max(rates):.0f} TFLOP/s."
+        f"`{commit[:12]}`{changes}; a product of 8192^3 ran at {min(rates):.0f} to {max(rates):.0f} TFLOP/s."
     )
 
 
@@ -273,9 +274,7 @@ def draw_bars(panel, found: dict, title: str, value) -> None:
 
 def draw_seconds(panel, found: dict) -> None:
     """The old log-probs below, the update on top."""
-    draw_bars(
-        panel, found, "seconds: old log-probs (hatched) and update", lambda record: sum_of_passes(record)
-    )
+    draw_bars(panel, found, "seconds: old log-probs (hatched) and update", sum_of_passes)
     for key, x in places(found).items():
         record = found.get(key)
         if record and record["status"] == "ok":
