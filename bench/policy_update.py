@@ -296,7 +296,8 @@ class Sides:
         }
         estimate = self.token_s.get(side.name, self.token_s.get(Packed.name, 0)) * side.tokens
         if estimate > bench.remaining_s():
-            return bench.add({**record, "status": "skipped", "estimate_s": estimate}), {}
+            error = "it would take longer than what is left of the budget"
+            return bench.add({**record, "status": "skipped", "error": error, "estimate_s": estimate}), {}
         begin, results = time.monotonic(), {}
         record |= bench.meter.attempt(lambda: measure_side(bench, self.model, side, problem, results))
         self.model.zero_grad(set_to_none=True)
@@ -462,8 +463,8 @@ def main() -> None:
     parser.add_argument("--response", type=positive, help="tokens of a response; 2048")
     parser.add_argument("--repeats", type=positive, default=1, help="timed calls, after one to warm up")
     parser.add_argument("--impls", nargs="+", choices=IMPLS, metavar="IMPL", help=", ".join(IMPLS))
-    parser.add_argument("--limit-s", type=float, default=5, help="no longer call of the layer, in seconds")
-    parser.add_argument("--budget-s", type=float, default=math.inf, help="nothing that would end after it")
+    parser.add_argument("--limit-s", type=float, default=5, help="seconds; no longer call of the layer")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds; nothing that ends later")
     parser.add_argument("--output", type=Path, help="a JSON file of records; keeps those of other parts")
     parser.add_argument("--commit", help="what is measured, where this is not a git checkout")
     args = parser.parse_args()

@@ -191,6 +191,7 @@ def test_nothing_is_measured_after_the_budget(tmp_path):
     assert {record["status"] for record in records if record["part"] == "layer"} == {"skipped"}
     found = of_part(records, "policy")
     assert [record["status"] for record in found].count("ok") == 0 and found[0]["estimate_s"] == 0
+    assert found[0]["error"] == "it would take longer than what is left of the budget"
 
 
 def test_records_of_other_parts_are_kept(tmp_path):
