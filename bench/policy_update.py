@@ -186,6 +186,8 @@ class Bench:
         self.sdpa_seconds = seconds_of_backends(meter, sizes, args.prompt + args.response)
         # Backends of scaled_dot_product_attention that run, fastest first.
         runs = [name for name, seconds in self.sdpa_seconds.items() if not isinstance(seconds, str)]
+        if not runs:
+            raise RuntimeError(f"no backend of scaled_dot_product_attention runs here: {self.sdpa_seconds}")
         self.backends = sorted(runs, key=self.sdpa_seconds.get)
 
     def other_parts(self) -> list[dict]:
