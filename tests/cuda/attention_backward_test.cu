@@ -109,8 +109,9 @@ void ExpectRight(const AttentionProblem<Element>& p, const Gradients<Element>& p
   }
 }
 
-template <class Element>
-void CheckAgainstOracle(const ForestSpec& forest, AttentionOptions options, uint64_t seed) {
+constexpr auto kAgainstOracle = [](auto element, const ForestSpec& forest, AttentionOptions options,
+                                   uint64_t seed) {
+  using Element = decltype(element);
   options.device = DUALKV_CUDA;
   SCOPED_TRACE(options.ToString() + "; " + forest.ToString());
   AttentionProblem<Element> problem(forest, options, seed);
@@ -119,7 +120,7 @@ void CheckAgainstOracle(const ForestSpec& forest, AttentionOptions options, uint
   const AttentionResult plain = ReferenceAttention<float>(problem);
   const AttentionResult oracle = ReferenceAttention<long double>(problem);
   ExpectRight(problem, Gradients<Element>(plain), Gradients<Element>(oracle), oracle.dsinks_terms);
-}
+};
 
 // The CPU backend in the type of `p`, or in a wider one.
 template <class OnCpu, class Element>
@@ -137,8 +138,9 @@ AttentionProblem<OnCpu> RunOnCpu(const AttentionProblem<Element>& p) {
   return on_cpu;
 }
 
-template <class Element>
-void CheckAgainstCpu(const ForestSpec& forest, AttentionOptions options, uint64_t seed) {
+constexpr auto kAgainstCpu = [](auto element, const ForestSpec& forest, AttentionOptions options,
+                                uint64_t seed) {
+  using Element = decltype(element);
   options.device = DUALKV_CUDA;
   options.num_threads = 0;
   SCOPED_TRACE(options.ToString() + "; " + forest.ToString());
@@ -151,17 +153,10 @@ void CheckAgainstCpu(const ForestSpec& forest, AttentionOptions options, uint64_
     terms = std::max(terms, std::abs(x) * std::sqrt(static_cast<double>(problem.query_rows)));
   }
   ExpectRight(problem, Gradients<Element>(RunOnCpu<Element>(problem)), Gradients<Element>(oracle), terms);
-}
+};
 
 using CudaAttentionBackwardSmall = CudaTest;
 using CudaAttentionBackward = CudaTest;
-
-constexpr auto kAgainstOracle = [](auto element, const ForestSpec& forest, const AttentionOptions& options,
-                                   uint64_t seed) {
-  CheckAgainstOracle<decltype(element)>(forest, options, seed);
-};
-constexpr auto kAgainstCpu = [](auto element, const ForestSpec& forest, const AttentionOptions& options,
-                                uint64_t seed) { CheckAgainstCpu<decltype(element)>(forest, options, seed); };
 
 TEST_F(CudaAttentionBackwardSmall, EveryKernel) { ForEveryKernel(kAgainstOracle); }
 TEST_F(CudaAttentionBackwardSmall, WindowsAndKeysOnlySegments) {

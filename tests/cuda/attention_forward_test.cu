@@ -82,8 +82,9 @@ void ExpectRight(const AttentionProblem<Element>& p, const Expected& plain, cons
   }
 }
 
-template <class Element>
-void CheckAgainstOracle(const ForestSpec& forest, AttentionOptions options, uint64_t seed) {
+constexpr auto kAgainstOracle = [](auto element, const ForestSpec& forest, AttentionOptions options,
+                                   uint64_t seed) {
+  using Element = decltype(element);
   options.device = DUALKV_CUDA;
   SCOPED_TRACE(options.ToString() + "; " + forest.ToString());
   AttentionProblem<Element> problem(forest, options, seed);
@@ -92,7 +93,7 @@ void CheckAgainstOracle(const ForestSpec& forest, AttentionOptions options, uint
   const AttentionResult plain = ReferenceAttention<float>(problem);
   const AttentionResult oracle = ReferenceAttention<long double>(problem);
   ExpectRight(problem, {plain.out, plain.lse}, {oracle.out, oracle.lse});
-}
+};
 
 // The CPU backend in the type of `p`, or in a wider one.
 template <class OnCpu, class Element>
@@ -109,8 +110,9 @@ Expected RunOnCpu(const AttentionProblem<Element>& p) {
   return {Flat(on_cpu.out), std::vector<double>(on_cpu.lse.begin(), on_cpu.lse.end())};
 }
 
-template <class Element>
-void CheckAgainstCpu(const ForestSpec& forest, AttentionOptions options, uint64_t seed) {
+constexpr auto kAgainstCpu = [](auto element, const ForestSpec& forest, AttentionOptions options,
+                                uint64_t seed) {
+  using Element = decltype(element);
   options.device = DUALKV_CUDA;
   options.num_threads = 0;
   SCOPED_TRACE(options.ToString() + "; " + forest.ToString());
@@ -118,17 +120,10 @@ void CheckAgainstCpu(const ForestSpec& forest, AttentionOptions options, uint64_
   PoisonUnusedRows(problem);
   RunRepeatedly(problem);
   ExpectRight(problem, RunOnCpu<Element>(problem), RunOnCpu<double>(problem));
-}
+};
 
 using CudaAttentionSmall = CudaTest;
 using CudaAttention = CudaTest;
-
-constexpr auto kAgainstOracle = [](auto element, const ForestSpec& forest, const AttentionOptions& options,
-                                   uint64_t seed) {
-  CheckAgainstOracle<decltype(element)>(forest, options, seed);
-};
-constexpr auto kAgainstCpu = [](auto element, const ForestSpec& forest, const AttentionOptions& options,
-                                uint64_t seed) { CheckAgainstCpu<decltype(element)>(forest, options, seed); };
 
 TEST_F(CudaAttentionSmall, EveryKernel) { ForEveryKernel(kAgainstOracle); }
 TEST_F(CudaAttentionSmall, WindowsAndKeysOnlySegments) { ForWindowsAndKeysOnlySegments(kAgainstOracle); }
