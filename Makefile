@@ -59,10 +59,10 @@ docs: library $(CHARTS) docs/images/learning.svg  ## draw the pictures of docs/
 	PYTHONPATH=python $(PYTHON) tools/draw_hopper_backward.py
 	$(PYTHON) tools/draw_policy_update.py bench/results/h200/policy_update.json docs/images/policy_update.svg docs/policy_update.md
 
-docs/images/%.svg: bench/results/h200/%.json tools/draw_attention_bench.py bench/attention_batches.py
+docs/images/%.svg: bench/results/h200/%.json tools/draw_attention_bench.py tools/charts.py bench/attention_batches.py
 	$(PYTHON) tools/draw_attention_bench.py $< $@
 
-docs/images/learning.svg: bench/results/cpu/learning.json tools/draw_learning.py
+docs/images/learning.svg: bench/results/cpu/learning.json tools/draw_learning.py tools/charts.py
 	$(PYTHON) tools/draw_learning.py $< $@
 
 format: setup  ## format all files

@@ -21,13 +21,13 @@ import json
 import math
 import multiprocessing
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 from attention_batches import BATCHES, TABLE_1, TABLE_1_SPEEDUPS, Batch, goals_of, have_backward
 from attention_peers import PEERS, Call, CapturedCall
+from checkout import checked_out_commit
 
 BLOCK_MS = 20  # a peer's turn in a round, for each pass
 BATCH_MS = 2000  # all rounds of a batch
@@ -303,12 +303,6 @@ def show(records: list[dict], as_table_1: bool = False) -> None:
     for row in rows:
         drawn.add_row(*row)
     rich.console.Console(width=180).print(drawn)
-
-
-def checked_out_commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def main() -> None:

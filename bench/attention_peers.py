@@ -241,6 +241,15 @@ class Cascade:
         return [self.rows(gradients[i : i + 2]) for i in (0, 2, 4)]
 
 
+def flex_visible(tree_end):
+    """FlexAttention's rule for packed rows: a row sees a key iff key <= row < tree_end[key]."""
+
+    def visible(_batch, _head, row, key):
+        return (key <= row) & (row < tree_end[key])
+
+    return visible
+
+
 class Flex:
     """FlexAttention on the packed batch, compiled for its shape."""
 
@@ -252,10 +261,7 @@ class Flex:
             ]
         lengths, tree_ends = torch.tensor(ends).t()
         tree_end = tree_ends.repeat_interleave(lengths).to(device)
-
-        def visible(_batch, _head, row, key):
-            return (key <= row) & (row < tree_end[key])
-
+        visible = flex_visible(tree_end)
         self.block_mask = create_block_mask(visible, None, None, batch.tokens, batch.tokens, device=device)
         torch._functorch.config.donated_buffer = False  # what a graph that is retained cannot have
         self.attend = compiled(flex_attention, device, dynamic=False)

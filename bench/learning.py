@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import torch
 import trl
+from checkout import checked_out_commit
 from transformers import PrinterCallback
 
 from dualkv.integrations.trl import GRPOTrainer
@@ -146,12 +146,6 @@ def summary(records: list[dict]) -> list[str]:
                 f"{statistics.mean(seconds):>10.2f}"
             )
     return lines
-
-
-def checked_out_commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def main() -> None:

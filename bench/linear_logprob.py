@@ -163,7 +163,7 @@ def peak_bytes(function, backward: bool) -> tuple[int, int]:
 
 
 def on_gpu(args) -> list[dict]:
-    from attention import copy_tbs, matmul, take_turns
+    from attention import MATMUL_SIZE, copy_tbs, free, matmul, take_turns
 
     problem = Problem(args, "cuda", torch.bfloat16)
     shape = {"targets": args.targets, "vocab": args.vocab, "hidden_dim": args.hidden_dim, "dtype": "bfloat16"}
@@ -182,14 +182,13 @@ def on_gpu(args) -> list[dict]:
             functions[name] = function
         except Exception as error:  # a peer that cannot do this is a result
             errors[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        gc.collect()
-        torch.cuda.empty_cache()
+        free()
     contenders = {"products": Products(problem), **functions}
     records = []
     for which, backward in PASSES.items():
         turns = {name: lambda f=f: f(backward) for name, f in contenders.items()}
         times = take_turns({"matmul": matmul(), **turns})
-        rate = 2 * 8192**3 / times.pop("matmul") / 1e9
+        rate = 2 * MATMUL_SIZE**3 / times.pop("matmul") / 1e9
         for name, ms in times.items():
             peak, beyond, difference = measured.get((name, backward), (None, None, None))
             records.append(
@@ -250,7 +249,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")
-    from attention import checked_out_commit
+    from checkout import checked_out_commit
 
     args.commit = args.commit or checked_out_commit()
     if args.output and args.commit is None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 
 import torch
-from attention import MATMUL_SIZE
+from attention import MATMUL_SIZE, free
 from mfu import NOMINAL_TFLOPS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -62,8 +61,7 @@ class Meter:
 
     def free(self) -> None:
         if self.on_gpu:
-            gc.collect()
-            torch.cuda.empty_cache()
+            free()
 
     def attempt(self, function) -> dict:
         """The record that a call returns, with status "ok", or that of its failure: "oom" or "error"."""

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from attention import checked_out_commit
+from checkout import checked_out_commit
 from meter import Meter, relative_difference, seconds_of_backends
 from mfu import PASSES, utilization
 from single_layer import IMPLS, measure_single_layer

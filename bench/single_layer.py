@@ -25,7 +25,7 @@ from functools import cache
 import torch
 import transformers
 from attention_batches import BACKWARD_WORK, SINGLE_LAYER, Batch
-from attention_peers import Reordered, Spans, compiled, fa2, packed_rows
+from attention_peers import Reordered, Spans, compiled, fa2, flex_visible, packed_rows
 from meter import Meter, relative_difference
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -215,16 +215,11 @@ def causal(q, k, v):
 
 
 def shared_prompt_mask(forest: dualkv.SegmentForest, device: str) -> BlockMask:
-    """A row sees a key iff key <= row < end of the key's tree. Blocks come from the ends of their keys,
-    without a look at each pair: a prompt of a million tokens has 10^12."""
+    """Blocks come from the ends of their keys, without a look at each pair: a prompt of a million tokens has 10^12."""
     lengths = torch.tensor(forest.lengths)
     ends = lengths.cumsum(0)
     ends[0] = forest.total_tokens
     tree_end = ends.repeat_interleave(lengths).to(device)
-
-    def visible(_batch, _head, row, key):
-        return (key <= row) & (row < tree_end[key])
-
     rows = forest.total_tokens
     blocks = math.ceil(rows / FLEX_BLOCK)
     padded = [
@@ -243,7 +238,7 @@ def shared_prompt_mask(forest: dualkv.SegmentForest, device: str) -> BlockMask:
         *_block_lists(some),
         *_block_lists(full),
         BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=visible,
+        mask_mod=flex_visible(tree_end),
         seq_lengths=(rows, rows),
     )
 

@@ -12,10 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from charts import save_chart
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 from attention_batches import goals_of, have_backward  # noqa: E402
@@ -95,10 +93,7 @@ def draw(records: list[dict]) -> plt.Figure:
 
 def main() -> None:
     source, picture = map(Path, sys.argv[1:])
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    # Text as text, and nothing random or of today in the file.
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dualkv"}):
-        draw(json.loads(source.read_text())).savefig(picture, metadata={"Date": None})
+    save_chart(picture, draw, json.loads(source.read_text()))
 
 
 if __name__ == "__main__":

@@ -239,12 +239,7 @@ def draw_block() -> Svg:
     for left, right in ((368, 446), (648, 726)):
         block.arrow(right, 238, left, 238)
         block.arrow(left, 252, right, 252, grey, stroke_dasharray="3 3")
-    y = 368
-    block.arrow(20, y, 60, y)
-    svg.text(70, y, "data; a buffer is full", anchor="start")
-    block.arrow(280, y, 240, y, grey, stroke_dasharray="3 3")
-    svg.text(290, y, "a buffer is empty", anchor="start")
-    svg.text(990, y, "Consumers write dk and dv, or partial sums, at an item's end.", SOFT_INK, "end")
+    block.legend(368, "data", "Consumers write dk and dv, or partial sums, at an item's end.")
     return svg
 
 

@@ -221,6 +221,14 @@ class Block:
         tip = 5 if x2 > x1 else -5
         self.svg.path(f"M{x2 - tip} {y2 - 4}L{x2} {y2}L{x2 - tip} {y2 + 4}", colour, stroke_width=1.4)
 
+    def legend(self, y, full: str, note: str) -> None:
+        """Of the arrows: `full` is what comes with those that say that a buffer is full."""
+        self.arrow(20, y, 60, y)
+        self.svg.text(70, y, f"{full}; a buffer is full", anchor="start")
+        self.arrow(280, y, 240, y, SOFT_INK, stroke_dasharray="3 3")
+        self.svg.text(290, y, "a buffer is empty", anchor="start")
+        self.svg.text(990, y, note, SOFT_INK, "end")
+
 
 def draw_block() -> Svg:
     svg = Svg(1010, 376, "Roles and shared memory of a block")
@@ -258,12 +266,7 @@ def draw_block() -> Svg:
         for left, right in ((358, 436), (638, 704)):
             block.arrow(left, y - 6, right, y - 6)
             block.arrow(right, y + 8, left, y + 8, grey, stroke_dasharray="3 3")
-    y = 346
-    block.arrow(20, y, 60, y)
-    svg.text(70, y, "copies; a buffer is full", anchor="start")
-    block.arrow(280, y, 240, y, grey, stroke_dasharray="3 3")
-    svg.text(290, y, "a buffer is empty", anchor="start")
-    svg.text(990, y, "Each consumer takes every step, and writes its rows of out and lse.", SOFT_INK, "end")
+    block.legend(346, "copies", "Each consumer takes every step, and writes its rows of out and lse.")
     return svg
 
 

@@ -12,10 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from charts import save_chart
 
 COLOURS = {"packed": "#1f6fb4", "replicated": "#d1702f"}
 DASHES = {"packed": "solid", "replicated": "dashed"}
@@ -56,10 +54,7 @@ def draw(records: list[dict]) -> plt.Figure:
 
 def main() -> None:
     source, picture = map(Path, sys.argv[1:])
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    # Text as text, and nothing random or of today in the file.
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dualkv"}):
-        draw(json.loads(source.read_text())).savefig(picture, metadata={"Date": None})
+    save_chart(picture, draw, json.loads(source.read_text()))
 
 
 if __name__ == "__main__":

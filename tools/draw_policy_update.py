@@ -14,10 +14,8 @@ import re
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from charts import save_chart
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 from mfu import PASSES  # noqa: E402
@@ -320,12 +318,8 @@ def main() -> None:
     source, picture, page = map(Path, sys.argv[1:])
     records = json.loads(source.read_text()) if source.exists() else None
     page.write_text(with_tables(page.read_text(), records))
-    if not records:
-        return
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    # Text as text, and nothing random or of today in the file.
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dualkv"}):
-        draw(records).savefig(picture, metadata={"Date": None})
+    if records:
+        save_chart(picture, draw, records)
 
 
 if __name__ == "__main__":

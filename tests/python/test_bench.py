@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -18,6 +17,8 @@ import attention_peers  # noqa: E402
 import draw_attention_bench  # noqa: E402
 import linear_logprob  # noqa: E402
 from attention_batches import BATCHES, FORWARD_GOALS, GOALS, TABLE_1, TABLE_1_SPEEDUPS, Batch, Goal  # noqa: E402
+
+from pictures import draw_twice  # noqa: E402
 
 # ----------------------------------------------------------------------------------------------- arithmetic
 
@@ -254,20 +255,8 @@ def test_table_1():
     assert notes == ["16, 65536, 2048, fa2-replicated: OutOfMemoryError: CUDA out of memory."]
 
 
-def draw(records: list[dict], folder: Path, monkeypatch) -> str:
-    source = folder / "records.json"
-    source.write_text(json.dumps(records))
-    pictures = [folder / "images" / name for name in ("one.svg", "two.svg")]
-    for picture in pictures:
-        monkeypatch.setattr(sys, "argv", ["draw_attention_bench.py", str(source), str(picture)])
-        draw_attention_bench.main()
-    drawn = [picture.read_text() for picture in pictures]
-    assert drawn[0] == drawn[1]
-    return drawn[0]
-
-
 def test_chart(tmp_path, monkeypatch):
-    drawn = draw(RECORDS, tmp_path, monkeypatch)
+    drawn = draw_twice(draw_attention_bench, RECORDS, tmp_path, monkeypatch)
     for text in (
         "Attention forward, bf16",
         "8 · 1024 · 256",
@@ -287,7 +276,7 @@ def test_chart(tmp_path, monkeypatch):
 
 def test_chart_of_both_passes(tmp_path, monkeypatch):
     records = with_backward([*RECORDS, record("8, 1024, 256", "dualkv-deterministic", 300.0)])
-    drawn = draw(records, tmp_path, monkeypatch)
+    drawn = draw_twice(draw_attention_bench, records, tmp_path, monkeypatch)
     assert "Attention forward + backward, bf16" in drawn and "dualkv, deterministic" in drawn
 
 

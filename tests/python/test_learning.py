@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "bench"), str(ROOT / "tools")]
 import draw_learning  # noqa: E402
 import learning  # noqa: E402
+
+from pictures import draw_twice  # noqa: E402
 
 
 @pytest.fixture
@@ -37,13 +38,6 @@ def test_records_table_and_chart(records, tmp_path, monkeypatch):
     lines = learning.summary(records)
     assert [line.split("  ")[0] for line in lines[1:]] == ["DAPO, packed", "DAPO, replicated"]
 
-    source = tmp_path / "records.json"
-    source.write_text(json.dumps(records))
-    pictures = [tmp_path / "images" / name for name in ("one.svg", "two.svg")]
-    for picture in pictures:
-        monkeypatch.setattr(sys, "argv", ["draw_learning.py", str(source), str(picture)])
-        draw_learning.main()
-    drawn = [picture.read_text() for picture in pictures]
-    assert drawn[0] == drawn[1]
+    drawn = draw_twice(draw_learning, records, tmp_path, monkeypatch)
     for text in ("DAPO", "packed", "replicated", "mean reward", "optimizer step"):
-        assert text in drawn[0]
+        assert text in drawn
