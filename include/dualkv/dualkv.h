@@ -124,10 +124,10 @@ typedef struct dualkv_plan_params {
   int32_t backward_query_tile;
   int32_t backward_key_tile;
   int32_t backward_parts; /* 0 to 65536. 0: the backward's key tiles stay whole, as the CPU backend needs
-                             them. n > 0: one with more than 1 / n of all visits to query tiles is cut into
-                             the fewest parts of at most 1 / n, or of a single visit. Those that make many
-                             visits both to their own segment and to others are cut between these first,
-                             if there are no more than n */
+                             them. n > 0: where one makes more than 1 / n of all visits to query tiles, those
+                             of its segment are cut, counted from the last query tile that they visit, into
+                             parts of as many visits each: the fewest that make at most 1 / n, or a single
+                             visit */
   int32_t reserved;
 } dualkv_plan_params;
 
@@ -153,7 +153,9 @@ typedef struct dualkv_run {
  * Backward: `tiles` are key tiles, runs are of query rows. Key tiles are cut every `key_tile` rows from the
  * start of each segment on; query tiles as in the forward. Each part of a key tile that was cut (see
  * backward_parts) is a tile of its own, with the rows of the whole and its share of the visits.
- * Both are sorted for a machine that takes the tiles in order: heavy ones first. */
+ * Both are sorted for a machine that takes the tiles in order. Forward: heavy ones first. Backward: bands
+ * with heavy ones first. A band is the key tiles of a segment, or the parts of these that visit the same
+ * query rows, in the order of their rows. */
 typedef struct dualkv_schedule {
   int32_t query_tile;
   int32_t key_tile;
@@ -183,6 +185,7 @@ typedef struct dualkv_plan_view {
    * in the order of the query rows that they visit. */
   int64_t num_partials;
   const int32_t* partial; /* [backward.num_tiles] index of the part; -1 for a tile that is whole */
+  const int32_t* band;    /* [backward.num_tiles] index of the first tile of the band */
 } dualkv_plan_view;
 
 DUALKV_API dualkv_status dualkv_plan_create(const dualkv_plan_params* params, dualkv_plan** plan);

@@ -115,6 +115,7 @@ class dualkv_plan_view(VersionedStructure):
         ("turn", c_void_p),
         ("num_partials", c_int64),
         ("partial", c_void_p),
+        ("band", c_void_p),
     ]
 
 

@@ -115,7 +115,7 @@ void AppendRuns(const Plan& plan, const QueryTile& tile, int32_t s, int32_t key_
 
 // The tiles' indices by their work, heaviest first; equal ones keep their order, so that tiles of one tree,
 // which share keys, stay together.
-std::vector<int32_t> OrderByWork(const Schedule& schedule) {
+std::vector<int64_t> WorkOf(const Schedule& schedule) {
   std::vector<int64_t> work;
   work.reserve(schedule.tiles.size());
   for (const dualkv_tile& tile : schedule.tiles) {
@@ -125,6 +125,11 @@ std::vector<int32_t> OrderByWork(const Schedule& schedule) {
     }
     work.push_back(rows);
   }
+  return work;
+}
+
+std::vector<int32_t> OrderByWork(const Schedule& schedule) {
+  const std::vector<int64_t> work = WorkOf(schedule);
   std::vector<int32_t> order(work.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return work[a] > work[b]; });
@@ -232,55 +237,53 @@ Schedule ByKeys(const Plan& plan, const Schedule& by_queries) {
   return schedule;
 }
 
-// Cuts tiles into parts, see dualkv_plan_params, and returns the `partial` of each tile. parts >= 1.
+// Cuts tiles into parts, see dualkv_plan_params; `parts` 0 leaves them whole. Tiles come, and go, in the
+// order of their rows, and so do the parts of each. partial and band of each tile are as in Plan, but bands
+// have numbers here.
 //
 // With V the number of all visits and m = max(floor(V / parts), 1) the most that a part makes, there are
-// fewer than 2 * parts parts besides those that the ends of segments make: a piece of v > m visits is cut
-// into ceil(v / m) <= 2 v / (m + 1): with v = a m + b, a >= 1 and 1 <= b <= m, this is (a + 1) (m + 1) <= 2 a
-// m + 2 b, or 0 <= (a - 1) (m - 1) + 2 (b - 1). So there are at most 2 V / (m + 1) of these, and V / (m + 1)
-// < parts.
-std::vector<int32_t> CutIntoParts(Schedule& schedule, std::span<const dualkv_segment> segments,
-                                  int32_t parts) {
+// fewer than 4 * parts parts. In a segment whose heaviest tile makes h > m visits, parts make up to
+// l = ceil(h / ceil(h / m)) visits, and l + 1 > (m + 1) / 2. A tile of v > l visits is cut into ceil(v / l)
+// <= 2 v / (l + 1) parts: with v = a l + b, a >= 1 and 1 <= b <= l, this is (a + 1) (l + 1) <= 2 a l + 2 b,
+// or 0 <= (a - 1) (l - 1) + 2 (b - 1). That is less than 4 v / (m + 1), and V / (m + 1) < parts.
+void CutIntoParts(Plan& plan) {
+  Schedule& schedule = plan.backward;
   const int32_t query_tile = schedule.tile_sizes.query;
-  struct Visits {
-    int64_t all = 0;
-    int64_t own = 0;  // to rows of the keys' own segment; the other rows are those of its descendants
-
-    bool FallApart() const { return own >= kVisitsApart && all - own >= kVisitsApart; }
-  };
-  std::vector<Visits> visits_of_tiles;
-  int64_t all_visits = 0;
+  std::vector<int64_t> visits_of_tiles;
   for (const dualkv_tile& tile : schedule.tiles) {
-    Visits& visits = visits_of_tiles.emplace_back();
+    int64_t visits = 0;
     for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
-      const dualkv_run& run = schedule.runs[r];
-      const int32_t own_rows = std::min(run.end, segments[run.segment].end) - run.begin;
-      visits.all += CeilDiv(run.end - run.begin, query_tile);
-      visits.own += own_rows > 0 ? CeilDiv(own_rows, query_tile) : 0;
+      visits += CeilDiv(schedule.runs[r].end - schedule.runs[r].begin, query_tile);
     }
-    all_visits += visits.all;
+    visits_of_tiles.push_back(visits);
   }
-  const int64_t most = std::max<int64_t>(all_visits / parts, 1);
-  const bool few_fall_apart = std::count_if(visits_of_tiles.begin(), visits_of_tiles.end(),
-                                            [](const Visits& visits) { return visits.FallApart(); }) <= parts;
+  const int64_t all = std::accumulate(visits_of_tiles.begin(), visits_of_tiles.end(), int64_t{0});
+  const int64_t most =
+      plan.backward_parts == 0 ? std::max<int64_t>(all, 1) : std::max<int64_t>(all / plan.backward_parts, 1);
 
   std::vector<dualkv_tile> tiles;
   std::vector<dualkv_run> runs;
-  std::vector<int32_t> partial;
-  int32_t num_partials = 0;
-  for (size_t t = 0; t < schedule.tiles.size(); ++t) {
-    const dualkv_tile& tile = schedule.tiles[t];
-    const Visits& visits = visits_of_tiles[t];
-    const bool apart = few_fall_apart && visits.FallApart();
-    const bool cut = apart || visits.all > most;
-    auto run = schedule.runs.begin() + tile.run_begin;
-    int32_t done = 0;  // rows of *run that earlier parts have taken
-    for (int piece = 0; piece < (apart ? 2 : 1); ++piece) {
-      const int64_t in_piece = !apart ? visits.all : piece == 0 ? visits.own : visits.all - visits.own;
-      const int64_t count = std::max<int64_t>((in_piece + most - 1) / most, 1);
-      for (int64_t part = 0; part < count; ++part) {
+  int32_t num_bands = 0;
+  size_t t = 0;
+  for (const dualkv_segment& segment : plan.forest.segments()) {
+    size_t end = t;
+    while (end < schedule.tiles.size() && schedule.tiles[end].begin < segment.end) {
+      ++end;
+    }
+    int64_t heaviest = 1;
+    for (size_t u = t; u < end; ++u) {
+      heaviest = std::max(heaviest, visits_of_tiles[u]);
+    }
+    const int64_t count = (heaviest + most - 1) / most;
+    const int64_t length = (heaviest + count - 1) / count;
+    for (; t < end; ++t) {
+      const dualkv_tile& tile = schedule.tiles[t];
+      auto run = schedule.runs.begin() + tile.run_begin;
+      int32_t done = 0;  // rows of *run that earlier parts have taken
+      const int64_t pieces = std::max<int64_t>((visits_of_tiles[t] + length - 1) / length, 1);
+      for (int64_t piece = pieces - 1; piece >= 0; --piece) {  // counted from the last rows
         const auto run_begin = static_cast<int32_t>(runs.size());
-        for (int64_t left = in_piece * (part + 1) / count - in_piece * part / count; left > 0;) {
+        for (int64_t left = piece == pieces - 1 ? visits_of_tiles[t] - piece * length : length; left > 0;) {
           dualkv_run share = *run;
           share.begin += done;
           if (const int64_t needed = CeilDiv(share.end - share.begin, query_tile); needed <= left) {
@@ -296,13 +299,41 @@ std::vector<int32_t> CutIntoParts(Schedule& schedule, std::span<const dualkv_seg
         }
         RequireFewRuns(runs.size());
         tiles.push_back({tile.begin, tile.end, run_begin, static_cast<int32_t>(runs.size())});
-        partial.push_back(cut ? num_partials++ : -1);
+        plan.partial.push_back(pieces > 1 ? static_cast<int32_t>(plan.num_partials++) : -1);
+        plan.band.push_back(num_bands + static_cast<int32_t>(piece));
       }
     }
+    num_bands += static_cast<int32_t>(count);
   }
   schedule.tiles = std::move(tiles);
   schedule.runs = std::move(runs);
-  return partial;
+}
+
+// Puts the backward's tiles in order, band by band, and gives each the index of its band's first tile.
+void OrderByBands(Plan& plan) {
+  const std::vector<int64_t> work = WorkOf(plan.backward);
+  std::vector<int64_t> heaviest;  // tile of each band
+  for (size_t t = 0; t < work.size(); ++t) {
+    heaviest.resize(std::max<size_t>(heaviest.size(), plan.band[t] + 1), 0);
+    heaviest[plan.band[t]] = std::max(heaviest[plan.band[t]], work[t]);
+  }
+  std::vector<int32_t> order(work.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    const int32_t band_a = plan.band[a], band_b = plan.band[b];
+    return heaviest[band_a] != heaviest[band_b] ? heaviest[band_a] > heaviest[band_b] : band_a < band_b;
+  });
+  Reorder(plan.backward.tiles, order);
+  Reorder(plan.partial, order);
+  Reorder(plan.band, order);
+  int32_t last = -1, first = 0;
+  for (size_t t = 0; t < plan.band.size(); ++t) {
+    if (plan.band[t] != last) {
+      last = plan.band[t];
+      first = static_cast<int32_t>(t);
+    }
+    plan.band[t] = first;
+  }
 }
 
 // Splits the runs of the backward wherever the turn changes, and puts them in the order of the schedule.
@@ -369,14 +400,8 @@ Plan::Plan(const Forest& forest_, int64_t window_left_, std::span<const uint8_t>
       ByKeys(*this, forward_tiles == backward_tiles ? forward : ByQueries(*this, queries, backward_tiles));
   Reorder(forward.tiles, OrderByWork(forward));
 
-  partial.assign(backward.tiles.size(), -1);
-  if (backward_parts > 0) {
-    partial = CutIntoParts(backward, forest.segments(), backward_parts);
-  }
-  num_partials = std::count_if(partial.begin(), partial.end(), [](int32_t p) { return p >= 0; });
-  const std::vector<int32_t> order = OrderByWork(backward);
-  Reorder(backward.tiles, order);
-  Reorder(partial, order);
+  CutIntoParts(*this);
+  OrderByBands(*this);
   num_query_tiles = static_cast<int64_t>(queries.size());
   TakeTurns(*this, queries);
 }
@@ -395,7 +420,8 @@ dualkv_plan_view Plan::View() const {
           .first_query_tile = first_query_tile.data(),
           .turn = turn.data(),
           .num_partials = num_partials,
-          .partial = partial.data()};
+          .partial = partial.data(),
+          .band = band.data()};
 }
 
 }  // namespace dualkv::core

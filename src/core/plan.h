@@ -58,17 +58,12 @@ struct Plan {
   std::vector<int32_t> first_query_tile;
   std::vector<int32_t> turn;
   int32_t backward_parts;
-  int64_t num_partials;
+  int64_t num_partials = 0;
   std::vector<int32_t> partial;
+  std::vector<int32_t> band;
 };
 
-// Visits of a key tile to its own segment, and to that one's descendants, from which on they are parts of
-// their own, as long as there are at most backward_parts such tiles: what the parts take in memory stays
-// bounded.
-inline constexpr int64_t kVisitsApart = 64;
-
-// The most parts that key tiles are cut into: fewer than 2 * backward_parts because pieces are too heavy (see
-// CutIntoParts in plan.cpp), and two of each tile that is cut at its segment's end.
+// The most parts that key tiles are cut into, see CutIntoParts in plan.cpp.
 inline int64_t MostPartials(int32_t backward_parts) { return 4 * int64_t{backward_parts}; }
 
 }  // namespace dualkv::core

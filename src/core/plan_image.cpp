@@ -92,7 +92,8 @@ void WritePlanImage(const Plan& plan, std::byte* image) {
                     .segment = *std::partition_point(
                         segments.begin(), segments.end(),
                         [&](const dualkv_segment& segment) { return segment.end <= tile.begin; }),
-                    .partial = plan.partial[t]};
+                    .partial = plan.partial[t],
+                    .band = plan.band[t]};
   }
   auto* query_runs = reinterpret_cast<ImageQueryRun*>(image + header.query_runs);
   for (size_t r = 0; r < plan.backward.runs.size(); ++r) {

@@ -92,15 +92,38 @@ class PlanChecker {
     }
   }
 
+  static int64_t WorkOf(const dualkv_schedule& schedule, int64_t t) {
+    int64_t work = 0;
+    for (int32_t r = schedule.tiles[t].run_begin; r < schedule.tiles[t].run_end; ++r) {
+      work += schedule.runs[r].end - schedule.runs[r].begin;
+    }
+    return work;
+  }
+
   static void ExpectSortedByWork(const dualkv_schedule& schedule) {
-    int64_t last = INT64_MAX;
+    for (int64_t t = 1; t < schedule.num_tiles; ++t) {
+      ASSERT_LE(WorkOf(schedule, t), WorkOf(schedule, t - 1));
+    }
+  }
+
+  // Bands are tiles, or parts, of one segment in the order of their rows; the band with the heaviest tile
+  // comes first.
+  void ExpectSortedByBands() {
+    const dualkv_schedule& schedule = view_.backward;
+    int64_t heaviest = INT64_MAX, of_this = 0;
     for (int64_t t = 0; t < schedule.num_tiles; ++t) {
-      int64_t work = 0;
-      for (int32_t r = schedule.tiles[t].run_begin; r < schedule.tiles[t].run_end; ++r) {
-        work += schedule.runs[r].end - schedule.runs[r].begin;
+      const int64_t first = view_.band[t];
+      if (first != t) {
+        ASSERT_GT(t, 0);
+        ASSERT_EQ(first, view_.band[t - 1]);
+        ASSERT_EQ(truth_.segment(schedule.tiles[t].begin), truth_.segment(schedule.tiles[t - 1].begin));
+        ASSERT_GT(schedule.tiles[t].begin, schedule.tiles[t - 1].begin);
+      } else {
+        heaviest = t == 0 ? heaviest : of_this;
+        of_this = 0;
       }
-      ASSERT_LE(work, last);
-      last = work;
+      of_this = std::max(of_this, WorkOf(schedule, t));
+      ASSERT_LE(of_this, heaviest);
     }
   }
 
@@ -142,7 +165,7 @@ class PlanChecker {
 
   void CheckBackward() {
     const dualkv_schedule& schedule = view_.backward;
-    ExpectSortedByWork(schedule);
+    ASSERT_NO_FATAL_FAILURE(ExpectSortedByBands());
     covered_.assign(sees_.size(), 0);
     std::vector<int> in_tiles(truth_.rows(), 0);
     for (int64_t t = 0; t < schedule.num_tiles; ++t) {
@@ -178,80 +201,73 @@ class PlanChecker {
            tiles;
   }
 
-  // Heavy key tiles, and no others, are cut into equal parts that are light enough and no more than needed;
-  // those with much work in their own segment and in its descendants are cut between these first.
+  // A segment with a key tile that makes too many visits has its tiles cut, counted from their last rows,
+  // into parts that are light enough and no more than the heaviest needs. Parts of a band have the same rows.
   void CheckParts() {
-    using core::kVisitsApart;
     struct Entry {
       int32_t partial;
+      int32_t band;
       int64_t visits;
       int32_t first_row;
       int32_t end_row;
     };
-    std::map<int32_t, std::vector<Entry>> entries;  // of each key tile
-    std::map<int32_t, int64_t> own;                 // visits of a key tile to rows of its own segment
+    std::map<int64_t, std::map<int32_t, std::vector<Entry>>> entries;  // of each segment and key tile
     int64_t all = 0;
     for (int64_t t = 0; t < view_.backward.num_tiles; ++t) {
       const dualkv_tile& tile = view_.backward.tiles[t];
-      Entry entry{view_.partial[t], 0, -1, -1};
+      Entry entry{view_.partial[t], view_.band[t], 0, -1, -1};
       for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
         const dualkv_run& run = view_.backward.runs[r];
         ASSERT_GE(run.begin, entry.end_row) << "rows are visited in order";
-        for (int32_t row = run.begin; row < run.end; row += spec_.query_tile) {
-          ++entry.visits;
-          own[tile.begin] += truth_.segment(row) == truth_.segment(tile.begin);
-        }
+        entry.visits += (run.end - run.begin + spec_.query_tile - 1) / spec_.query_tile;
         entry.first_row = entry.first_row < 0 ? run.begin : entry.first_row;
         entry.end_row = run.end;
       }
       all += entry.visits;
-      entries[tile.begin].push_back(entry);
+      entries[truth_.segment(tile.begin)][tile.begin].push_back(entry);
     }
-    const int64_t limit = spec_.parts == 0 ? all : std::max<int64_t>(all / spec_.parts, 1);
-    auto falls_apart = [&](int32_t begin) {
-      int64_t visits = 0;
-      for (const Entry& part : entries[begin]) {
-        visits += part.visits;
-      }
-      return own[begin] >= kVisitsApart && visits - own[begin] >= kVisitsApart;
-    };
-    const bool few_fall_apart = std::count_if(entries.begin(), entries.end(), [&](const auto& entry) {
-                                  return falls_apart(entry.first);
-                                }) <= spec_.parts;
+    const int64_t limit =
+        spec_.parts == 0 ? std::max<int64_t>(all, 1) : std::max<int64_t>(all / spec_.parts, 1);
     int32_t partials = 0;
-    for (auto& [begin, parts] : entries) {
-      SCOPED_TRACE("key tile at " + std::to_string(begin));
-      std::sort(parts.begin(), parts.end(),
-                [](const Entry& a, const Entry& b) { return a.partial < b.partial; });
-      int64_t visits = 0;
-      for (const Entry& part : parts) {
-        visits += part.visits;
-      }
-      const bool apart = spec_.parts > 0 && few_fall_apart && falls_apart(begin);
-      if (visits <= limit && !apart) {
-        ASSERT_EQ(parts.size(), 1u) << "light enough to stay whole";
-        ASSERT_EQ(parts[0].partial, -1);
-        continue;
-      }
-      auto part = parts.begin();
-      int32_t row = -1;
-      for (const int64_t piece : {apart ? own[begin] : visits, apart ? visits - own[begin] : 0}) {
-        int64_t done = 0, fewest = INT64_MAX, most = 0, count = 0;
-        for (; done < piece; ++part, ++count) {
-          ASSERT_NE(part, parts.end());
-          ASSERT_EQ(part->partial, partials++) << "of tiles and parts in the order of their rows";
-          ASSERT_GE(part->first_row, row);
-          row = part->end_row;
-          done += part->visits;
-          fewest = std::min(fewest, part->visits);
-          most = std::max(most, part->visits);
+    for (auto& [segment, tiles] : entries) {
+      int64_t heaviest = 1;
+      for (auto& [begin, parts] : tiles) {
+        std::sort(parts.begin(), parts.end(),
+                  [](const Entry& a, const Entry& b) { return a.partial < b.partial; });
+        int64_t visits = 0;
+        for (const Entry& part : parts) {
+          visits += part.visits;
         }
-        ASSERT_EQ(done, piece) << "no part has rows on both sides of the cut";
-        ASSERT_EQ(count, (piece + limit - 1) / limit);
-        ASSERT_LE(most, limit);
-        ASSERT_TRUE(count == 0 || most - fewest <= 1);
+        heaviest = std::max(heaviest, visits);
       }
-      ASSERT_EQ(part, parts.end());
+      const int64_t count = (heaviest + limit - 1) / limit, length = (heaviest + count - 1) / count;
+      ASSERT_LE(length, limit);
+      std::map<size_t, Entry>
+          whole;  // of the parts at each place from the end, one that is as long as can be
+      std::map<size_t, int32_t> bands;
+      for (const auto& [begin, parts] : tiles) {
+        SCOPED_TRACE("key tile at " + std::to_string(begin));
+        int32_t row = -1;
+        for (size_t p = 0; p < parts.size(); ++p) {
+          const Entry& part = parts[p];
+          ASSERT_EQ(part.partial, parts.size() == 1 ? -1 : partials++) << "in the order of tiles and rows";
+          ASSERT_GE(part.first_row, row);
+          row = part.end_row;
+          const size_t place = parts.size() - 1 - p;
+          if (p > 0) {
+            ASSERT_EQ(part.visits, length);
+          } else {
+            ASSERT_LE(part.visits, length);
+            ASSERT_TRUE(part.visits > 0 || parts.size() == 1);
+          }
+          ASSERT_EQ(bands.try_emplace(place, part.band).first->second, part.band);
+          if (part.visits == length && spec_.window_left < 0) {
+            const Entry& other = whole.try_emplace(place, part).first->second;
+            ASSERT_EQ(part.first_row, other.first_row);
+            ASSERT_EQ(part.end_row, other.end_row);
+          }
+        }
+      }
     }
     ASSERT_EQ(view_.num_partials, partials);
     ASSERT_LE(partials, core::MostPartials(spec_.parts));

@@ -45,6 +45,7 @@ struct Item {
   core::ImageKeyTile tile;
   int32_t kv_head;  // -1: there are no more
   int32_t steps;
+  int32_t ascending;  // 1: rows are visited from the first to the last, 0: from the last to the first
 };
 
 // A step of an item as its walk over the plan has it.

@@ -21,6 +21,9 @@ class Mover {
   static constexpr uint32_t kAtomBytes = 1024;
   // Steps whose copies are under way while one is computed; the last buffer is in use until then.
   static constexpr int kAhead = Memory::kStages - 1;
+  // Steps before an item's end at which the block takes its next: late, so that blocks take items in the
+  // order in which they come to an end, and soon enough for it to be there then.
+  static constexpr int kTakeAhead = 8;
   // What its warps do besides.
   enum Warp { kStepWarp = 0, kItemWarp = 1 };
 
@@ -39,16 +42,22 @@ class Mover {
       CopyKeys(item);
       StartWalk(item);
       int32_t steps = ForAllLanes(item.steps, ptx::FreshLane());
+      const int32_t take = min(steps, kTakeAhead);
 #pragma unroll 1
       for (int32_t step = 0; step < min(steps, kAhead); ++step) {
         CopyStep(item);
       }
-      RingPosition<kItems> next = items;
-      next.Next();
-      TakeItem(next);
-      __syncwarp();
 #pragma unroll 1
-      for (; steps > 0; --steps) {
+      for (;; --steps) {
+        if (steps == take) {
+          RingPosition<kItems> next = items;
+          next.Next();
+          TakeItem(next);
+          __syncwarp();
+        }
+        if (steps == 0) {
+          break;
+        }
         if (steps > kAhead) {
           CopyStep(item);
         }
@@ -67,6 +76,11 @@ class Mover {
   static __device__ __forceinline__ uint32_t Warp() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 
   // Takes the next of the items, from a counter that all blocks share.
+  //
+  // A wave is what blocks take of a band at the same time. Its items begin together if they come down from
+  // the last rows, and end one after the other, each by a tile's rows earlier than the one before. So begin
+  // the next ones; and that is when those that go up from their diagonals are at the same rows. So waves come
+  // down and go up by turns.
   __device__ __forceinline__ void TakeItem(RingPosition<kItems> next) {
     if (threadIdx.x != 32 * kItemWarp) {
       return;
@@ -86,6 +100,8 @@ class Mover {
         steps += (runs[r].end - runs[r].begin + params_.rows_per_tile - 1) / params_.rows_per_tile;
       }
       item.steps = steps * params_.packs_per_kv_head;
+      const int32_t in_band = index - item.tile.band * params_.num_kv_heads;
+      item.ascending = in_band / static_cast<int32_t>(gridDim.x) % 2;
     }
     ptx::MbarrierArrive(&memory_.items_full[next.index]);
   }
@@ -110,30 +126,32 @@ class Mover {
     if (threadIdx.x == 32 * kStepWarp) {
       Walk& walk = memory_.walk;
       walk.run = {};
-      walk.run_index = item.tile.run_begin;
+      walk.run_index = item.ascending ? item.tile.run_end - 1 : item.tile.run_begin;
       walk.row = 0;
       walk.head_begin = (item.kv_head * params_.packs_per_kv_head - 1) * params_.packed;
     }
     __syncwarp();
   }
 
-  // Has what belongs to the item's next step copied. Rows descend: all key tiles of a tree begin at its end,
-  // and read the same rows at about the same time.
+  // Has what belongs to the item's next step copied.
   __device__ __forceinline__ void CopyStep(const Item& item) {
     if (Warp() != kStepWarp) {
       return;
     }
     Walk walk = memory_.walk;
-    walk.row -= params_.rows_per_tile;
-    if (walk.row < walk.run.begin) {
-      if (--walk.run_index < item.tile.run_begin) {
-        walk.run_index = item.tile.run_end - 1;
+    const bool ascending = item.ascending;
+    walk.row += ascending ? params_.rows_per_tile : -params_.rows_per_tile;
+    if (walk.row < walk.run.begin || walk.row >= walk.run.end) {
+      walk.run_index += ascending ? 1 : -1;
+      if (walk.run_index < item.tile.run_begin || walk.run_index >= item.tile.run_end) {
+        walk.run_index = ascending ? item.tile.run_begin : item.tile.run_end - 1;
         walk.head_begin += params_.packed;
       }
       const int4 run =
           __ldg(core::PartOfImage<int4>(params_.plan, params_.plan->query_runs) + walk.run_index);
       walk.run = {.begin = run.x, .end = run.y, .masked = run.z, .turn = run.w};
-      walk.row = run.x + (run.y - run.x - 1) / params_.rows_per_tile * params_.rows_per_tile;
+      walk.row =
+          ascending ? run.x : run.x + (run.y - run.x - 1) / params_.rows_per_tile * params_.rows_per_tile;
     }
     const bool masked = walk.run.masked || item.tile.end - item.tile.begin < kKeyTile;
     const int32_t row_end = min(walk.row + params_.rows_per_tile, walk.run.end);
