@@ -42,14 +42,13 @@ class Mover {
       CopyKeys(item);
       StartWalk(item);
       int32_t steps = ForAllLanes(item.steps, ptx::FreshLane());
-      const int32_t take = min(steps, kTakeAhead);
 #pragma unroll 1
       for (int32_t step = 0; step < min(steps, kAhead); ++step) {
         CopyStep(item);
       }
 #pragma unroll 1
       for (;; --steps) {
-        if (steps == take) {
+        if (steps == min(item.steps, kTakeAhead)) {
           RingPosition<kItems> next = items;
           next.Next();
           TakeItem(next);
@@ -100,8 +99,11 @@ class Mover {
         steps += (runs[r].end - runs[r].begin + params_.rows_per_tile - 1) / params_.rows_per_tile;
       }
       item.steps = steps * params_.packs_per_kv_head;
-      const int32_t in_band = index - item.tile.band * params_.num_kv_heads;
-      item.ascending = in_band / static_cast<int32_t>(gridDim.x) % 2;
+      item.ascending = 0;
+      for (int32_t wave_end = item.tile.band * params_.num_kv_heads + gridDim.x; wave_end <= index;
+           wave_end += gridDim.x) {
+        item.ascending ^= 1;
+      }
     }
     ptx::MbarrierArrive(&memory_.items_full[next.index]);
   }
