@@ -1,4 +1,5 @@
 // Host side of the backward: from the parameters of the C interface to those of the kernels.
+#include <algorithm>
 #include <limits>
 
 #include "core/error.h"
@@ -24,6 +25,14 @@ int32_t ProductRows(int32_t head_dim) { return head_dim <= 64 ? kQueryTile<64> :
 // Multiprocessors of the GPUs that the kernels are for. Plans do not ask the device: they are made for
 // several.
 constexpr int32_t kMultiprocessors = 132;
+
+// Fewer KV heads side by side have fewer rows for the L2 to hold. But there must be enough for two waves of
+// the heaviest band, one that comes down and one that goes up.
+int32_t HeadsAbreast(const core::Plan& plan, int32_t num_kv_heads) {
+  constexpr int32_t kTwoWaves = 256;  // almost: a power of two, as prompts' lengths often are
+  const auto tiles = std::count(plan.band.begin(), plan.band.end(), 0);
+  return num_kv_heads / KvHeadsAbreast(num_kv_heads, num_kv_heads * tiles / kTwoWaves);
+}
 
 // The caller's workspace.
 struct Workspace {
@@ -94,12 +103,8 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
   const float scale = Narrow(forward.scale);
   const auto* lse = static_cast<const float*>(forward.lse);
 
-  const PrepareParams prepare = {.out = forward.out.data,
-                                 .dout = params.dout.data,
-                                 .out_row_stride = forward.out.row_stride,
-                                 .out_head_stride = forward.out.head_stride,
-                                 .dout_row_stride = params.dout.row_stride,
-                                 .dout_head_stride = params.dout.head_stride,
+  const PrepareParams prepare = {.out = forward.out,
+                                 .dout = params.dout,
                                  .lse = lse,
                                  .dlse = static_cast<const float*>(params.dlse),
                                  .exponents = workspace.exponents,
@@ -124,13 +129,8 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
                        .partials = workspace.partials,
                        .next_item = workspace.next_item,
                        .turns = workspace.turns,
-                       .dk = params.dk.data,
-                       .dv = params.dv.data,
-                       .dk_row_stride = params.dk.row_stride,
-                       .dk_head_stride = params.dk.head_stride,
-                       .dv_row_stride = params.dv.row_stride,
-                       .dv_head_stride = params.dv.head_stride,
-                       .query_rows = query_rows,
+                       .dk = params.dk,
+                       .dv = params.dv,
                        .query_row_begin = query_row_begin,
                        .num_heads = forward.num_heads,
                        .num_kv_heads = forward.num_kv_heads,
@@ -138,20 +138,15 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
                        .packed = packed,
                        .packs_per_kv_head = group / packed,
                        .rows_per_tile = rows_per_tile,
+                       .kv_heads_abreast = HeadsAbreast(plan, forward.num_kv_heads),
                        .scale = scale,
                        .softcap = MakeSoftcap(forward)};
   const FinishParams finish = {.plan = image,
                                .accumulated = workspace.dq,
                                .partials = workspace.partials,
-                               .dq = params.dq.data,
-                               .dk = params.dk.data,
-                               .dv = params.dv.data,
-                               .dq_row_stride = params.dq.row_stride,
-                               .dq_head_stride = params.dq.head_stride,
-                               .dk_row_stride = params.dk.row_stride,
-                               .dk_head_stride = params.dk.head_stride,
-                               .dv_row_stride = params.dv.row_stride,
-                               .dv_head_stride = params.dv.head_stride,
+                               .dq = params.dq,
+                               .dk = params.dk,
+                               .dv = params.dv,
                                .query_rows = query_rows,
                                .key_rows = static_cast<int32_t>(forward.key_rows),
                                .num_heads = forward.num_heads,

@@ -1,4 +1,4 @@
-// How query heads that share keys lie side by side in the kernels' query tiles.
+// Which heads the kernels work on together: in a query tile, and in blocks side by side.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +16,15 @@ inline int32_t PackedHeads(int32_t group, int32_t products) {
     --packed;
   }
   return packed;
+}
+
+// The largest divisor of num_kv_heads up to `most`, and at least 1.
+inline int32_t KvHeadsAbreast(int32_t num_kv_heads, int64_t most) {
+  int32_t abreast = num_kv_heads;
+  while (abreast > 1 && (abreast > most || num_kv_heads % abreast != 0)) {
+    --abreast;
+  }
+  return abreast;
 }
 
 }  // namespace dualkv::cuda

@@ -20,15 +20,16 @@ namespace dualkv::cuda::attention_backward {
 //   scores^T = K Q^T, dweights^T = V dO^T     [keys, rows]
 //   weights = exp(scores - lse), dscores = weights * (dweights - delta)
 //   dV += weights^T dO, dK += dscores^T Q     from registers
-//   dQ += dscores K                           by the mover warpgroup, through shared memory
+//   dQ += dscores K                           by the reducer warpgroup, through shared memory
 //
 // Registers are for each thread; docs/hopper_backward.md has the budget.
 inline constexpr int kKeyTile = 128;
 inline constexpr int kConsumers = 2;
-inline constexpr int kThreads = 128 * (1 + kConsumers);  // the mover comes first
-inline constexpr int kMoverRegisters = 88;               // 32 sums
-inline constexpr int kConsumerRegisters = 208;           // 128 sums, 32 scores, 16 packed; or 64, 64 and 32
-static_assert(128 * (kMoverRegisters + kConsumers * kConsumerRegisters) <=
+inline constexpr int kThreads = 128 * (2 + kConsumers);  // the producer comes first, then the reducer
+inline constexpr int kProducerRegisters = 24;
+inline constexpr int kReducerRegisters = 72;    // 32 sums
+inline constexpr int kConsumerRegisters = 208;  // 128 sums, 32 scores, 16 packed; or 64, 64 and 32
+static_assert(128 * (kProducerRegisters + kReducerRegisters + kConsumers * kConsumerRegisters) <=
               65536 / kThreads / 8 * 8 * kThreads);
 
 template <int kHeadDim>
@@ -48,12 +49,12 @@ struct Item {
   int32_t ascending;  // 1: rows are visited from the first to the last, 0: from the last to the first
 };
 
-// A step of an item as its walk over the plan has it.
+// A step of an item, as the producer walks over the plan.
 struct Walk {
   core::ImageQueryRun run;
   int32_t run_index;
-  int32_t row;         // the first of the query tile
-  int32_t head_begin;  // its first head
+  int32_t row;   // the first of the query tile
+  int32_t pack;  // of heads
   uint32_t stage;
   uint32_t stage_parity;
   uint32_t visit;
@@ -89,7 +90,9 @@ struct SharedMemory {
   static constexpr int kBoxes = kHeadDim / 64;  // a row of a box is the 128 bytes that the swizzle works on
   static constexpr int kRows = kQueryTile<kHeadDim>;
   static constexpr int kStages = attention_backward::kStages<kHeadDim>;
-  static constexpr int kVisits = kStages + kScoreBuffers;  // noted down when a step's copies start
+  static constexpr int kVisits = 8;  // noted down when a step's copies start
+
+  static_assert(kVisits >= kStages + kScoreBuffers);
 
   alignas(1024) Element keys[kBoxes][kKeyTile][64];
   alignas(1024) Element values[kBoxes][kKeyTile][64];
@@ -105,9 +108,7 @@ struct SharedMemory {
   Visit visits[kVisits];
   Item items[kItems];
   Walk walk;
-  int32_t* turns_begun;  // the counter of the turn that has not ended yet, or null
-  uint32_t keys_parity;
-  ptx::Mbarrier items_full[kItems], items_empty[kItems];
+  ptx::Mbarrier items_full[kItems], items_empty[kItems], next_item_due;
   ptx::Mbarrier keys_full[1], keys_empty[1];
   ptx::Mbarrier queries_full[kStages], queries_empty[kStages];
   ptx::Mbarrier dscores_full[kScoreBuffers], dscores_empty[kScoreBuffers];
@@ -126,19 +127,17 @@ struct Params {
   int64_t row_pitch;   // rows of dq, lse and delta for each H / packed: query_rows * packed, rounded up
   float* partials;     // [num_partials, Hk, 2 (dK, dV), kKeyTile, kernel's D]
   int32_t* next_item;
-  int32_t* turns;  // [H / packed, row_pitch]: visits that the tile with this first row has had; or null
-  void* dk;        // [key_rows, Hk, D]
-  void* dv;        // [key_rows, Hk, D]
-  int64_t dk_row_stride, dk_head_stride;
-  int64_t dv_row_stride, dv_head_stride;
-  int32_t query_rows;
+  int32_t* turns;    // [H / packed, row_pitch]: visits that the tile with this first row has had; or null
+  dualkv_tensor dk;  // [key_rows, Hk, D]
+  dualkv_tensor dv;  // [key_rows, Hk, D]
   int32_t query_row_begin;  // row of the forest that is the first of queries, lse, delta and dq
   int32_t num_heads;        // H
   int32_t num_kv_heads;     // Hk
   int32_t head_dim;         // D, up to the kernel's: further columns are zero
   int32_t packed;           // heads in a query tile; divides H / Hk
   int32_t packs_per_kv_head;
-  int32_t rows_per_tile;  // query rows; rows_per_tile * packed <= the query tile
+  int32_t rows_per_tile;     // query rows; rows_per_tile * packed <= the query tile
+  int32_t kv_heads_abreast;  // of Hk, which it divides
   float scale;
   Softcap softcap;
 };
@@ -148,10 +147,11 @@ struct Params {
 // piece, or in two. In a block, a row has its columns in quads that neighbour each other in the accumulators
 // of a product: quad q has the columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9.
 //
-// Where row `row` begins; its next block of columns is kBlockFloats further on.
+// Where the row `row` after `first` begins; its next block of columns is kBlockFloats further on.
 inline constexpr int kBlockFloats = 8 * 16;
-__host__ __device__ __forceinline__ int64_t AccumulatedRow(int64_t row, int32_t head_dim) {
-  return row / 8 * 8 * head_dim + row % 8 * 16;
+__host__ __device__ __forceinline__ int64_t AccumulatedRow(int64_t first, uint32_t row, int32_t head_dim) {
+  row += static_cast<uint32_t>(first) % 8;
+  return first / 8 * (8 * head_dim) + row / 8 * 8 * head_dim + row % 8 * 16;
 }
 
 }  // namespace dualkv::cuda::attention_backward

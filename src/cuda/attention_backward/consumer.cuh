@@ -10,6 +10,7 @@
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/ring.cuh"
+#include "cuda/tensor.cuh"
 
 namespace dualkv::cuda::attention_backward {
 
@@ -320,12 +321,10 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t key = tile.begin + FirstKey() + 8 * i;
-      auto* dk =
-          static_cast<Element*>(params_.dk) + key * params_.dk_row_stride + kv_head * params_.dk_head_stride;
-      auto* dv =
-          static_cast<Element*>(params_.dv) + key * params_.dv_row_stride + kv_head * params_.dv_head_stride;
-      StoreRow(dk, dkeys, i, params_.scale, params_.head_dim, key < tile.end, lane);
-      StoreRow(dv, dvalues, i, 1.0f, params_.head_dim, key < tile.end, lane);
+      StoreRow(RowOf<Element>(params_.dk, key, kv_head), dkeys, i, params_.scale, params_.head_dim,
+               key < tile.end, lane);
+      StoreRow(RowOf<Element>(params_.dv, key, kv_head), dvalues, i, 1.0f, params_.head_dim, key < tile.end,
+               lane);
     }
   }
 

@@ -1,12 +1,13 @@
-// The backward kernel: a persistent grid, one block for each multiprocessor, of a mover warpgroup and
-// consumers.
+// The backward kernel: a persistent grid, one block for each multiprocessor, of a producer, a
+// reducer and consumers.
 #pragma once
 
 #include "cuda/attention_backward/config.cuh"
 #include "cuda/attention_backward/consumer.cuh"
 #include "cuda/attention_backward/launch.h"
-#include "cuda/attention_backward/mover.cuh"
 #include "cuda/attention_backward/prepare.cuh"
+#include "cuda/attention_backward/producer.cuh"
+#include "cuda/attention_backward/reducer.cuh"
 #include "cuda/launch.h"
 #include "cuda/ptx/tensor_copy.cuh"
 #include "cuda/ptx/warpgroup.cuh"
@@ -20,22 +21,21 @@ __global__ void __launch_bounds__(kThreads, 1) Kernel(const __grid_constant__ Pa
   Memory& memory = *reinterpret_cast<Memory*>(shared);
 
   if (threadIdx.x == 0) {
-    constexpr uint32_t kConsumerWarps = 4 * kConsumers, kMoverWarps = 4;
+    constexpr uint32_t kConsumerWarps = 4 * kConsumers, kReducerWarps = 4;
     auto init = [](auto& barriers, uint32_t arrivals) {
       for (auto& barrier : barriers) {
         ptx::MbarrierInit(&barrier, arrivals);
       }
     };
     init(memory.items_full, 1);
-    init(memory.items_empty, kConsumerWarps + kMoverWarps);
+    init(memory.items_empty, kConsumerWarps + kReducerWarps + 32);  // and the lanes that copy steps
+    ptx::MbarrierInit(&memory.next_item_due, 1);
     init(memory.keys_full, 1);
-    init(memory.keys_empty, kConsumerWarps + kMoverWarps);
+    init(memory.keys_empty, kConsumerWarps + kReducerWarps);
     init(memory.queries_full, 1 + 32);  // and each lane of the warp that copies words
     init(memory.queries_empty, kConsumerWarps);
     init(memory.dscores_full, kConsumerWarps);
-    init(memory.dscores_empty, kMoverWarps);
-    memory.keys_parity = 0;
-    memory.turns_begun = nullptr;
+    init(memory.dscores_empty, kReducerWarps);
     memory.walk.stage = memory.walk.stage_parity = memory.walk.visit = 0;
     ptx::FenceMbarrierInit();
   }
@@ -54,11 +54,14 @@ __global__ void __launch_bounds__(kThreads, 1) Kernel(const __grid_constant__ Pa
 
   const uint32_t warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
-    ptx::DecreaseRegisters<kMoverRegisters>();
-    Mover<Element, kHeadDim>(params, memory).Run();
+    ptx::DecreaseRegisters<kProducerRegisters>();
+    Producer<Element, kHeadDim>(params, memory).Run();
+  } else if (warpgroup == 1) {
+    ptx::DecreaseRegisters<kReducerRegisters>();
+    Reducer<Element, kHeadDim>(params, memory).Run();
   } else {
     ptx::IncreaseRegisters<kConsumerRegisters>();
-    Consumer<Element, kHeadDim, kSoftcap>(params, memory, warpgroup - 1).Run();
+    Consumer<Element, kHeadDim, kSoftcap>(params, memory, warpgroup - 2).Run();
   }
 }
 

@@ -3,21 +3,20 @@
 
 #include "cuda/attention_backward/config.cuh"
 #include "cuda/ptx/warpgroup.cuh"
+#include "cuda/tensor.cuh"
 
 namespace dualkv::cuda::attention_backward {
 
 struct PrepareParams {
-  const void* out;   // [query_rows, H, D]
-  const void* dout;  // [query_rows, H, D]
-  int64_t out_row_stride, out_head_stride;
-  int64_t dout_row_stride, dout_head_stride;
-  const float* lse;   // [H, query_rows]
-  const float* dlse;  // [H, query_rows], or null
-  float* exponents;   // [H / packed, row_pitch]: lse in the units of base-2 exponents
-  float* delta;       // [H / packed, row_pitch]; rows are pairs of a query row and a packed head
-  int64_t row_pitch;  // query_rows * packed, rounded up
-  float* dq;          // [H * row_pitch / packed, kernel's D], see AccumulatedRow
-  int32_t* counters;  // set to 0
+  dualkv_tensor out;   // [query_rows, H, D]
+  dualkv_tensor dout;  // [query_rows, H, D]
+  const float* lse;    // [H, query_rows]
+  const float* dlse;   // [H, query_rows], or null
+  float* exponents;    // [H / packed, row_pitch]: lse in the units of base-2 exponents
+  float* delta;        // [H / packed, row_pitch]; rows are pairs of a query row and a packed head
+  int64_t row_pitch;   // query_rows * packed, rounded up
+  float* dq;           // [H * row_pitch / packed, kernel's D], see AccumulatedRow
+  int32_t* counters;   // set to 0
   int64_t num_counters;
   int32_t query_rows;
   int32_t num_heads;
@@ -49,13 +48,10 @@ __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
     const bool valid = index < count && 8 * lane < params.head_dim;
     float sum = 0;
     if (valid) {
-      auto load = [&](const void* data, int64_t row_stride, int64_t head_stride) {
-        return __ldg(reinterpret_cast<const uint4*>(static_cast<const Element*>(data) + row * row_stride +
-                                                    head * head_stride) +
-                     lane);
+      auto load = [&](const dualkv_tensor& tensor) {
+        return __ldg(reinterpret_cast<const uint4*>(RowOf<Element>(tensor, row, head)) + lane);
       };
-      const uint4 out = load(params.out, params.out_row_stride, params.out_head_stride);
-      const uint4 dout = load(params.dout, params.dout_row_stride, params.dout_head_stride);
+      const uint4 out = load(params.out), dout = load(params.dout);
       const uint32_t a[4] = {out.x, out.y, out.z, out.w}, b[4] = {dout.x, dout.y, dout.z, dout.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -81,12 +77,9 @@ struct FinishParams {
   const core::PlanImageHeader* plan;
   const float* accumulated;  // dq, see AccumulatedRow
   const float* partials;     // [num_partials, Hk, 2, kKeyTile, kernel's D]
-  void* dq;                  // [query_rows, H, D]
-  void* dk;                  // [key_rows, Hk, D]
-  void* dv;                  // [key_rows, Hk, D]
-  int64_t dq_row_stride, dq_head_stride;
-  int64_t dk_row_stride, dk_head_stride;
-  int64_t dv_row_stride, dv_head_stride;
+  dualkv_tensor dq;          // [query_rows, H, D]
+  dualkv_tensor dk;          // [key_rows, Hk, D]
+  dualkv_tensor dv;          // [key_rows, Hk, D]
   int32_t query_rows;
   int32_t key_rows;
   int32_t num_heads;
@@ -122,14 +115,13 @@ __global__ void __launch_bounds__(256) Finish(const FinishParams params) {
     const int64_t source_row =
         head / params.packed * params.row_pitch + row * params.packed + head % params.packed;
     const auto* source = reinterpret_cast<const float4*>(
-        params.accumulated + AccumulatedRow(source_row, kHeadDim) + kBlockFloats * block);
+        params.accumulated + AccumulatedRow(source_row, 0, kHeadDim) + kBlockFloats * block);
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       const float4 x = source[q];
       low[2 * q] = x.x, low[2 * q + 1] = x.y, high[2 * q] = x.z, high[2 * q + 1] = x.w;
     }
-    auto* dq = reinterpret_cast<uint4*>(static_cast<Element*>(params.dq) + row * params.dq_row_stride +
-                                        head * params.dq_head_stride + 16 * block);
+    auto* dq = reinterpret_cast<uint4*>(RowOf<Element>(params.dq, row, head) + 16 * block);
     dq[0] = Pack8<Element>(low, params.scale);
     if (16 * block + 8 < params.head_dim) {
       dq[1] = Pack8<Element>(high, params.scale);
@@ -151,10 +143,7 @@ __global__ void __launch_bounds__(256) Finish(const FinishParams params) {
       if (row >= rows.end) {
         continue;
       }
-      Element* target =
-          which == 0
-              ? static_cast<Element*>(params.dk) + row * params.dk_row_stride + head * params.dk_head_stride
-              : static_cast<Element*>(params.dv) + row * params.dv_row_stride + head * params.dv_head_stride;
+      Element* target = RowOf<Element>(which == 0 ? params.dk : params.dv, row, head);
       float sums[8] = {};
       add(tile, ((static_cast<int64_t>(head) * 2 + which) * kKeyTile + offset) * kHeadDim + 8 * column, sums);
       reinterpret_cast<uint4*>(target)[column] = Pack8<Element>(sums, 1.0f);

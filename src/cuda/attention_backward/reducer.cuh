@@ -1,0 +1,138 @@
+// The reducer warpgroup: computes dQ of each step from the consumers' dscores, and adds it to that of the
+// other blocks.
+#pragma once
+
+#include "cuda/attention_backward/config.cuh"
+#include "cuda/ptx/global.cuh"
+#include "cuda/ptx/warpgroup.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/ring.cuh"
+
+namespace dualkv::cuda::attention_backward {
+
+template <class Element, int kHeadDim>
+class Reducer {
+  using Memory = SharedMemory<Element, kHeadDim>;
+  // dQ of a step is computed in pieces of 64 rows and 64 columns.
+  static constexpr int kPieces = Memory::kRows / 64 * Memory::kBoxes;
+  static constexpr uint32_t kAtomBytes = 1024;
+
+ public:
+  __device__ __forceinline__ Reducer(const Params& params, Memory& memory)
+      : params_(params), memory_(memory) {}
+
+  __device__ __forceinline__ void Run() {
+#pragma unroll 1
+    for (uint32_t n = 0;; ++n) {
+      ptx::MbarrierWait(&memory_.items_full[n % kItems], n / kItems % 2);
+      const Item& item = memory_.items[n % kItems];
+      if (ForAllLanes(item.kv_head, ptx::FreshLane()) < 0) {
+        return;
+      }
+#pragma unroll 1
+      for (int32_t steps = ForAllLanes(item.steps, ptx::FreshLane()); steps > 0; --steps) {
+        AddQueryGradients();
+      }
+      if (params_.turns != nullptr) {
+        EndTurn();
+      }
+      RingPosition<1> keys;
+      Release(memory_.keys_empty, keys, ptx::FreshLane());
+      RingPosition<kItems> done = {n % kItems, 0};
+      Release(memory_.items_empty, done, ptx::FreshLane());
+    }
+  }
+
+ private:
+  // Of the next step whose dscores are ready.
+  __device__ __forceinline__ void AddQueryGradients() {
+    RingPosition<kScoreBuffers> buffer = {step_ % kScoreBuffers, step_ / kScoreBuffers % 2};
+    ptx::MbarrierWait(&memory_.dscores_full[buffer.index], buffer.parity);
+    float* dq = nullptr;
+    int32_t rows = 0;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      float sums[32];
+      ptx::WgmmaFence();
+      Multiply(sums, memory_.dscores[step_ % kScoreBuffers][piece / Memory::kBoxes],
+               memory_.keys[piece % Memory::kBoxes]);
+      ptx::WgmmaCommit();
+      const Visit& visit = memory_.visits[step_ % Memory::kVisits];
+      if (piece == 0) {
+        const uint32_t thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
+        dq = params_.dq + AccumulatedRow(visit.first_row, row, kHeadDim) + thread % 4 * 4;
+        rows = visit.rows - row;
+      }
+      ptx::WgmmaWait<0>();
+      ptx::Pin(sums);
+      if (piece == 0 && params_.turns != nullptr) {
+        EndTurn();
+        WaitTurn(visit);
+      }
+      if (piece == kPieces - 1) {
+        Release(memory_.dscores_empty, buffer, ptx::FreshLane());
+      }
+      constexpr int kRowPiece = 64 * kHeadDim, kColumnPiece = 4 * kBlockFloats;
+      Add(dq + piece / Memory::kBoxes * kRowPiece + piece % Memory::kBoxes * kColumnPiece,
+          rows - 64 * (piece / Memory::kBoxes), sums);
+    }
+    ++step_;
+  }
+
+  // sums [64 rows, 64 columns] = dscores [keys, 64 rows] transposed times keys [keys, 64 columns]
+  template <class Rows, class Keys>
+  __device__ __forceinline__ void Multiply(float (&sums)[32], const Rows& rows, const Keys& keys) {
+    const uint64_t a = ptx::SharedOperand(rows, kAtomBytes);
+    const uint64_t b = ptx::SharedOperand(keys, kAtomBytes);
+#pragma unroll
+    for (int k = 0; k < kKeyTile / 16; ++k) {
+      ptx::Wgmma<Element, 64>::SharedTransposed(sums, ptx::Advance(a, 2 * k * kAtomBytes),
+                                                ptx::Advance(b, 2 * k * kAtomBytes), k > 0);
+    }
+  }
+
+  // To the rows at dq and 8 further on; `rows` are left from the first on.
+  __device__ __forceinline__ void Add(float* dq, int32_t rows, const float (&sums)[32]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (8 * i < rows) {
+#pragma unroll
+        for (int block = 0; block < 4; ++block) {
+          const float* low = sums + 8 * block + 2 * i;
+          ptx::ReduceAdd(dq + 8 * i * kHeadDim + kBlockFloats * block, low[0], low[1], low[4], low[5]);
+        }
+      }
+    }
+  }
+
+  // Visits to a query tile and pack of heads take turns, if their order matters. A turn ends when what has
+  // been added is there for all to see; that takes a while, and meanwhile the next step is computed.
+  __device__ __forceinline__ void WaitTurn(const Visit& visit) {
+    int32_t* turns = params_.turns + visit.first_row;
+    const int32_t turn = visit.turn;
+    if (threadIdx.x % 128 == 0) {
+      while (ptx::LoadAcquire(turns) != turn) {
+      }
+    }
+    turns_begun_ = turns;
+    ptx::NamedBarrierSync(kBarrier, 128);
+  }
+  // Of the turn that was waited for last, if it has not ended. The release orders what all threads have
+  // added.
+  __device__ __forceinline__ void EndTurn() {
+    ptx::NamedBarrierSync(kBarrier, 128);
+    if (threadIdx.x % 128 == 0 && turns_begun_ != nullptr) {
+      ptx::AddRelease(turns_begun_, 1);
+    }
+    turns_begun_ = nullptr;
+  }
+
+  static constexpr uint32_t kBarrier = 2;
+
+  const Params& params_;
+  Memory& memory_;
+  uint32_t step_ = 0;
+  int32_t* turns_begun_ = nullptr;  // the counter of the turn that has not ended yet
+};
+
+}  // namespace dualkv::cuda::attention_backward
