@@ -1,4 +1,5 @@
 // Host side of the forward: from the parameters of the C interface to those of the kernel.
+#include <algorithm>
 #include <limits>
 
 #include "core/error.h"
@@ -27,6 +28,21 @@ TileShape ShapeFor(int32_t head_dim) {
                         : TileShape{kQueryTile<128>, Config<128>::kKeyTile};
 }
 
+// As many as have keys and values that the L2 holds, beside queries and results, while all query tiles pass.
+int32_t PacksAbreast(const dualkv_attention_params& params, const core::Plan& plan,
+                     int32_t packs_per_kv_head) {
+  constexpr int64_t kBytes = 16 << 20;  // of 50 MB
+  int64_t keys = 0;
+  if (!plan.forward.tiles.empty()) {
+    const dualkv_tile& heaviest = plan.forward.tiles.front();
+    for (int32_t r = heaviest.run_begin; r < heaviest.run_end; ++r) {
+      keys += plan.forward.runs[r].end - plan.forward.runs[r].begin;
+    }
+  }
+  const int64_t bytes_per_kv_head = std::max<int64_t>(keys * params.head_dim * 2 * 2, 1);
+  return KvHeadsAbreast(params.num_kv_heads, kBytes / bytes_per_kv_head) * packs_per_kv_head;
+}
+
 }  // namespace
 
 core::TileSizes AttentionForwardTiles(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim) {
@@ -50,9 +66,7 @@ void AttentionForward(const dualkv_attention_params& params, const core::Plan& p
                                 .keys = MapKeys(params, params.k, shape.keys),
                                 .values = MapKeys(params, params.v, shape.keys),
                                 .plan = static_cast<const core::PlanImageHeader*>(params.device_plan),
-                                .out = params.out.data,
-                                .out_row_stride = params.out.row_stride,
-                                .out_head_stride = params.out.head_stride,
+                                .out = params.out,
                                 .lse = static_cast<float*>(params.lse),
                                 .sinks = static_cast<const float*>(params.sinks),
                                 .query_rows = static_cast<int32_t>(params.query_rows),
@@ -62,6 +76,7 @@ void AttentionForward(const dualkv_attention_params& params, const core::Plan& p
                                 .packed = packed,
                                 .packs_per_kv_head = group / packed,
                                 .rows_per_tile = rows_per_tile,
+                                .packs_abreast = PacksAbreast(params, plan, group / packed),
                                 .softcap = MakeSoftcap(params)};
   auto* launch = params.head_dim <= 64 ? LaunchHeadDim64 : LaunchHeadDim128;
   launch(params.dtype == DUALKV_BFLOAT16, kernel_params, static_cast<cudaStream_t>(params.stream));

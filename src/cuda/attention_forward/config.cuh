@@ -103,9 +103,7 @@ struct Params {
   CUtensorMap keys;     // [rows, Hk, D]
   CUtensorMap values;   // [rows, Hk, D]
   const core::PlanImageHeader* plan;
-  void* out;  // [query_rows, H, D]
-  int64_t out_row_stride;
-  int64_t out_head_stride;
+  dualkv_tensor out;   // [query_rows, H, D]
   float* lse;          // [H, query_rows], or null
   const float* sinks;  // [H], or null
   int32_t query_rows;
@@ -115,6 +113,7 @@ struct Params {
   int32_t packed;           // heads in a query tile; divides H / Hk
   int32_t packs_per_kv_head;
   int32_t rows_per_tile;  // query rows; rows_per_tile * packed <= the query tile
+  int32_t packs_abreast;  // of the H / packed, which it divides
   Softcap softcap;
 };
 

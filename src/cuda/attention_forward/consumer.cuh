@@ -16,6 +16,7 @@
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/ring.cuh"
+#include "cuda/tensor.cuh"
 
 namespace dualkv::cuda::attention_forward {
 
@@ -258,8 +259,7 @@ class Consumer {
       if (valid && params_.lse != nullptr && lane % 4 == 0) {
         params_.lse[static_cast<int64_t>(head) * params_.query_rows + target] = lse;
       }
-      Element* out = static_cast<Element*>(params_.out) + target * params_.out_row_stride +
-                     head * params_.out_head_stride;
+      Element* out = RowOf<Element>(params_.out, target, head);
       StoreRow(out, sums, i, factor, params_.head_dim, valid, lane);
     }
     softmax_.Reset();

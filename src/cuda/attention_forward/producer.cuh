@@ -7,6 +7,7 @@
 #include "cuda/attention_forward/config.cuh"
 #include "cuda/ptx/tensor_copy.cuh"
 #include "cuda/ring.cuh"
+#include "cuda/tensor.cuh"
 
 namespace dualkv::cuda::attention_forward {
 
@@ -16,18 +17,21 @@ template <int kKeyTile, class VisitTile, class VisitStep>
 __device__ __forceinline__ void WalkPlan(const Params& params, VisitTile visit_tile, VisitStep visit_step) {
   const auto* tiles = core::PartOfImage<int4>(params.plan, params.plan->tiles);
   const auto* runs = core::PartOfImage<core::ImageRun>(params.plan, params.plan->runs);
-  // Tiles come heaviest first. Blocks take them to and fro, so that each gets as much.
-  const uint32_t packs = params.num_heads / params.packed;
-  const uint32_t items = params.plan->num_tiles * packs;
+  // Tiles come heaviest first. Blocks take them to and fro, so that each gets as much. Some packs are worked
+  // on side by side, so that the L2 holds their keys and values; then come the next.
+  const uint32_t packs = params.num_heads / params.packed, abreast = params.packs_abreast;
+  const uint32_t num_tiles = params.plan->num_tiles, items = num_tiles * packs;
   bool forth = true;
   for (uint32_t first = 0; first < items; first += gridDim.x, forth = !forth) {
     const uint32_t item = first + (forth ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
     if (item >= items) {
       continue;
     }
-    const int4 entry = __ldg(tiles + item / packs);
+    const uint32_t first_pack = item / (num_tiles * abreast) * abreast;
+    const uint32_t of_abreast = item - num_tiles * first_pack;
+    const int4 entry = __ldg(tiles + of_abreast / abreast);
     const dualkv_tile tile = {entry.x, entry.y, entry.z, entry.w};
-    const uint32_t pack = item % packs;
+    const uint32_t pack = first_pack + of_abreast % abreast;
     visit_tile(tile, pack);
     bool first_step = true;
 #pragma unroll 1
@@ -112,9 +116,7 @@ __device__ __forceinline__ void ClearRows(const Params& params, int32_t warp, in
 #pragma unroll 1
       for (int32_t head = 0; head < params.num_heads; ++head) {
         if (lane < params.head_dim / 8) {
-          Element* out =
-              static_cast<Element*>(params.out) + row * params.out_row_stride + head * params.out_head_stride;
-          reinterpret_cast<int4*>(out)[lane] = int4{0, 0, 0, 0};
+          reinterpret_cast<int4*>(RowOf<Element>(params.out, row, head))[lane] = int4{0, 0, 0, 0};
         }
         if (params.lse != nullptr && lane == 0) {
           params.lse[static_cast<int64_t>(head) * params.query_rows + row] = -INFINITY;
