@@ -191,12 +191,20 @@ class Bench:
         self.backends = sorted(runs, key=self.sdpa_seconds.get)
 
     def other_parts(self) -> list[dict]:
-        """What the file has of parts that are not measured now."""
+        """What the file has of parts and of micro-batches that are not measured now."""
         if not (self.args.output and self.args.output.exists()):
             return []
-        measured = {"comparison": "policy"}
         records = json.loads(self.args.output.read_text())
-        return [r for r in records if measured.get(r["part"], r["part"]) not in self.args.parts]
+
+        def measured(record: dict) -> bool:
+            if record["part"] in ("policy", "comparison"):
+                return "policy" in self.args.parts and record.get("micro_batch") in (
+                    *self.args.micro_batches,
+                    None,
+                )
+            return record["part"] in self.args.parts
+
+        return [record for record in records if not measured(record)]
 
     def remaining_s(self) -> float:
         return self.deadline - time.monotonic()
