@@ -113,8 +113,7 @@ void AppendRuns(const Plan& plan, const QueryTile& tile, int32_t s, int32_t key_
   append(ragged, last, true);
 }
 
-// The tiles' indices by their work, heaviest first; equal ones keep their order, so that tiles of one tree,
-// which share keys, stay together.
+// The rows that each tile visits, or is visited by.
 std::vector<int64_t> WorkOf(const Schedule& schedule) {
   std::vector<int64_t> work;
   work.reserve(schedule.tiles.size());
@@ -128,6 +127,8 @@ std::vector<int64_t> WorkOf(const Schedule& schedule) {
   return work;
 }
 
+// The tiles' indices by their work, heaviest first; equal ones keep their order, so that tiles of one tree,
+// which share keys, stay together.
 std::vector<int32_t> OrderByWork(const Schedule& schedule) {
   const std::vector<int64_t> work = WorkOf(schedule);
   std::vector<int32_t> order(work.size());
@@ -237,9 +238,9 @@ Schedule ByKeys(const Plan& plan, const Schedule& by_queries) {
   return schedule;
 }
 
-// Cuts tiles into parts, see dualkv_plan_params; `parts` 0 leaves them whole. Tiles come, and go, in the
-// order of their rows, and so do the parts of each. partial and band of each tile are as in Plan, but bands
-// have numbers here.
+// Cuts tiles into parts, see dualkv_plan_params: backward_parts, `parts` below, is 0 to leave them whole.
+// Tiles come, and go, in the order of their rows, and so do the parts of each. partial and band of each tile
+// are as in Plan, but bands have numbers here.
 //
 // With V the number of all visits and m = max(floor(V / parts), 1) the most that a part makes, there are
 // fewer than 4 * parts parts. In a segment whose heaviest tile makes h > m visits, parts make up to

@@ -31,7 +31,8 @@ constexpr int32_t kMultiprocessors = 132;
 int32_t HeadsAbreast(const core::Plan& plan, int32_t num_kv_heads) {
   constexpr int32_t kTwoWaves = 256;  // almost: a power of two, as prompts' lengths often are
   const auto tiles = std::count(plan.band.begin(), plan.band.end(), 0);
-  return num_kv_heads / KvHeadsAbreast(num_kv_heads, num_kv_heads * tiles / kTwoWaves);
+  const int32_t sections = LargestDivisor(num_kv_heads, num_kv_heads * tiles / kTwoWaves);
+  return num_kv_heads / sections;
 }
 
 // The caller's workspace.

@@ -40,7 +40,7 @@ int32_t PacksAbreast(const dualkv_attention_params& params, const core::Plan& pl
     }
   }
   const int64_t bytes_per_kv_head = std::max<int64_t>(keys * params.head_dim * 2 * 2, 1);
-  return KvHeadsAbreast(params.num_kv_heads, kBytes / bytes_per_kv_head) * packs_per_kv_head;
+  return LargestDivisor(params.num_kv_heads, kBytes / bytes_per_kv_head) * packs_per_kv_head;
 }
 
 }  // namespace

@@ -18,13 +18,13 @@ inline int32_t PackedHeads(int32_t group, int32_t products) {
   return packed;
 }
 
-// The largest divisor of num_kv_heads up to `most`, and at least 1.
-inline int32_t KvHeadsAbreast(int32_t num_kv_heads, int64_t most) {
-  int32_t abreast = num_kv_heads;
-  while (abreast > 1 && (abreast > most || num_kv_heads % abreast != 0)) {
-    --abreast;
+// The largest divisor of the number of heads up to `most`, and at least 1.
+inline int32_t LargestDivisor(int32_t heads, int64_t most) {
+  int32_t divisor = heads;
+  while (divisor > 1 && (divisor > most || heads % divisor != 0)) {
+    --divisor;
   }
-  return abreast;
+  return divisor;
 }
 
 }  // namespace dualkv::cuda

@@ -36,6 +36,7 @@ __device__ __forceinline__ void Release(ptx::Mbarrier (&empty)[kSize], RingPosit
 // What a producer wrote beside a buffer, read by the lane that also lets the buffer go. So its order to the
 // producer's next write is plain to see, for race checkers too, and for the compiler its value is the same
 // for all threads: it would not let products run on across branches that threads may part at.
+// Rows of lse and the like are read by all lanes; for these the order is that of Release's __syncwarp.
 template <class T>
 __device__ __forceinline__ T ForAllLanes(const T& shared, int32_t lane) {
   constexpr int kWords = sizeof(T) / sizeof(int32_t);

@@ -163,6 +163,7 @@ TEST_F(CudaAttentionBackwardSmall, WindowsAndKeysOnlySegments) {
   ForWindowsAndKeysOnlySegments(kAgainstOracle);
 }
 TEST_F(CudaAttentionBackwardSmall, BlocksTakeSeveralTiles) { ForBlocksWithSeveralTiles(kAgainstOracle); }
+TEST_F(CudaAttentionBackwardSmall, TilesThatNoRowSees) { ForTilesThatNoRowSees(kAgainstOracle); }
 TEST_F(CudaAttentionBackwardSmall, EmptyBatches) { ForEmptyBatches(kAgainstOracle); }
 
 TEST_F(CudaAttentionBackward, MatchesTheOracleOnRandomForests) {

@@ -55,6 +55,21 @@ void ForBlocksWithSeveralTiles(Check check) {
   }
 }
 
+// Many tiles that no row sees, so that each block has some of these one after the other.
+template <class Check>
+void ForTilesThatNoRowSees(Check check) {
+  constexpr int kTiles = 500;
+  ForestSpec forest{{200}, {-1}};
+  forest.lengths.resize(1 + kTiles, 2);
+  forest.parents.resize(1 + kTiles, -1);
+  for (const int64_t dim : {64, 128}) {
+    AttentionOptions options{.num_heads = 4, .num_kv_heads = 2, .head_dim = dim, .scale = 0.2};
+    options.keys_only.assign(1 + kTiles, 1);
+    options.keys_only[0] = 0;
+    check(BFloat16{}, forest, options, 1);
+  }
+}
+
 template <class Check>
 void ForEmptyBatches(Check check) {
   check(BFloat16{}, ForestSpec{{}, {}}, AttentionOptions{}, 1);

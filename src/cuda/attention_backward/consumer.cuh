@@ -1,7 +1,7 @@
 // A consumer warpgroup: 64 keys of each item, with their dK and dV.
 //
 // The scores of step n + 1 come before dK of step n, which then runs under the exponentials; dweights and dV
-// are computed together. The other consumer and the mover fill what gaps are left on the tensor cores.
+// are computed together. The other consumer and the reducer fill what gaps are left on the tensor cores.
 #pragma once
 
 #include "cuda/accumulators.cuh"
@@ -259,7 +259,7 @@ class Consumer {
     return 64 * index_ + threadIdx.x % 128 / 32 * 16 + ptx::FreshLane() / 4;
   }
 
-  // Gives dscores to the mover.
+  // Gives dscores to the reducer.
   __device__ __forceinline__ void HandOver(const uint32_t (&packed)[kScores / 2]) {
     auto& buffer = memory_.dscores[dscores_.index];
     // Lane l has the address of row l % 8 of the 8 x 8 matrix l / 8 of four: keys 8 further on in every

@@ -13,8 +13,8 @@ template <class Element, int kHeadDim>
 class Producer {
   using Memory = SharedMemory<Element, kHeadDim>;
   static constexpr int kRows = Memory::kRows;
-  // Steps before an item's end at which the block takes its next: late, so that blocks take items in the
-  // order in which they come to an end, and soon enough for it to be there then.
+  // Steps before the copying of an item ends at which the block takes its next: late, so that blocks take
+  // items in the order in which they come to an end, and soon enough for it to be there then.
   static constexpr int kTakeAhead = 8;
 
  public:

@@ -29,6 +29,8 @@ class Reducer {
       if (ForAllLanes(item.kv_head, ptx::FreshLane()) < 0) {
         return;
       }
+      // For an item without steps too: it must not let keys go that have not come.
+      ptx::MbarrierWait(&memory_.keys_full[0], n % 2);
 #pragma unroll 1
       for (int32_t steps = ForAllLanes(item.steps, ptx::FreshLane()); steps > 0; --steps) {
         AddQueryGradients();
@@ -54,7 +56,7 @@ class Reducer {
     for (int piece = 0; piece < kPieces; ++piece) {
       float sums[32];
       ptx::WgmmaFence();
-      Multiply(sums, memory_.dscores[step_ % kScoreBuffers][piece / Memory::kBoxes],
+      Multiply(sums, memory_.dscores[buffer.index][piece / Memory::kBoxes],
                memory_.keys[piece % Memory::kBoxes]);
       ptx::WgmmaCommit();
       const Visit& visit = memory_.visits[step_ % Memory::kVisits];
