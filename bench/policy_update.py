@@ -475,7 +475,9 @@ def main() -> None:
     parser.add_argument("--impls", nargs="+", choices=IMPLS, metavar="IMPL", help=", ".join(IMPLS))
     parser.add_argument("--limit-s", type=float, default=5, help="seconds; no longer call of the layer")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds; nothing that ends later")
-    parser.add_argument("--output", type=Path, help="a JSON file of records; keeps those of other parts")
+    parser.add_argument(
+        "--output", type=Path, help="a JSON file of records; keeps those of other parts and micro-batches"
+    )
     parser.add_argument("--commit", help="what is measured, where this is not a git checkout")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -4,7 +4,7 @@
     PYTHONPATH=python python tools/draw_hopper_backward.py [FOLDER]
 
 The time line is that of a model: the warpgroups of a block, and the tensor cores as a queue. Durations are in
-cycles; those of products follow from their size, the others are guesses: see DURATION.
+cycles; those of products follow from their size, the others are from a profile: see DURATION.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ def imbalance(steps: list[int], kv_heads: int, item_end: int = 2) -> float:
 
 # -------------------------------------------------------------------------------------------------- the model
 
-CONSUMERS, MOVER = 2, 2  # workers are consumers 0 and 1, and the mover
+CONSUMERS, REDUCER = 2, 2  # workers are consumers 0 and 1, and the reducer
 DSCORES_BUFFERS = 2
 PRODUCTS = ("scores", "dweights", "dV", "dK", "dQ")
 DURATION = {
     # Of a consumer, 64 x 64 x 128, and of half the columns of dQ, 64 x 64 x 128.
     **dict.fromkeys(PRODUCTS, 256),
-    # Guesses.
-    "exponentials": 600,
-    "packing": 100,
-    "dscores": 600,
-    # Of half the columns, until their registers have been read. Set so that consumers wait for the mover as
-    # long as on the card.
-    "adds": 1500,
+    # By a profile: a warp's samples between these points of its loop, as shares of a step of 3,640 cycles.
+    "exponentials": 750,
+    "packing": 350,
+    "dscores": 700,
+    "queries": 500,  # until they are known to be there, whole, and operands of products are made up
+    "adds": 400,  # of half the columns, until their registers have been read
 }
 
 
@@ -117,7 +116,7 @@ class Machine:
 
 
 def simulate(steps: int = 9, adds: int = DURATION["adds"]) -> list[Span]:
-    """Consumers and mover walk an item as consumer.cuh and mover.cuh do. Copies are always there in time."""
+    """Consumers and reducer walk an item as consumer.cuh and reducer.cuh do. Copies are always there in time."""
     machine = Machine()
     full = [Signal(CONSUMERS) for _ in range(steps)]  # dscores of a step are written
     empty = [Signal(1) for _ in range(steps)]  # and have been read
@@ -132,24 +131,24 @@ def simulate(steps: int = 9, adds: int = DURATION["adds"]) -> list[Span]:
             machine.issue("dweights", index, step, now)
             now = yield machine.issue("dV", index, step, now)
             if step >= DSCORES_BUFFERS:
-                before, now = now, (yield empty[step - DSCORES_BUFFERS])
-                machine.work("waiting", index, step, before, now - before)
+                now = yield empty[step - DSCORES_BUFFERS]
             now = yield machine.work("dscores", index, step, now)
             machine.arrive(full[step], now)
+            now = yield machine.work("queries", index, step, now)
             if step + 1 < steps:
                 scored = machine.issue("scores", index, step + 1, now)
             summed = machine.issue("dK", index, step, now)
 
-    def mover() -> Iterator:
+    def reducer() -> Iterator:
         for step in range(steps):
             now = yield full[step]
-            now = yield machine.issue("dQ", MOVER, step, now)
-            now = yield machine.work("adds", MOVER, step, now, adds)
-            now = yield machine.issue("dQ", MOVER, step, now)
+            now = yield machine.issue("dQ", REDUCER, step, now)
+            now = yield machine.work("adds", REDUCER, step, now, adds)
+            now = yield machine.issue("dQ", REDUCER, step, now)
             machine.arrive(empty[step], now)
-            now = yield machine.work("adds", MOVER, step, now, adds)
+            now = yield machine.work("adds", REDUCER, step, now, adds)
 
-    machine.run([*map(consumer, range(CONSUMERS)), mover()])
+    machine.run([*map(consumer, range(CONSUMERS)), reducer()])
     return machine.spans
 
 
@@ -160,12 +159,6 @@ def step_cycles(spans: list[Span]) -> float:
     return (ends[-1] - ends[skipped]) / (len(ends) - 1 - skipped)
 
 
-def waiting(spans: list[Span]) -> float:
-    """Share of their time in which consumers wait for a free buffer of dscores."""
-    waits = sum(span.end - span.begin for span in spans if span.kind == "waiting")
-    return waits / (CONSUMERS * max(span.end for span in spans))
-
-
 # --------------------------------------------------------------------------------------------------- pictures
 
 WORKER_COLOURS = (COLOURS[0], COLOURS[1], TILE_END)
@@ -174,15 +167,13 @@ SHORT = {"scores": "S", "dweights": "dP", "exponentials": "exp"}
 
 
 def draw_schedule() -> Svg:
-    svg = Svg(1010, 330, "Time line of two consumers, the mover and the tensor cores")
+    svg = Svg(1010, 330, "Time line of two consumers, the reducer and the tensor cores")
     spans = simulate()
     first = next(span for span in spans if (span.kind, span.step) == ("scores", 6))
     names = {"tensor cores": INK}
-    names |= dict(zip(("consumer 0", "consumer 1", "mover"), WORKER_COLOURS))
+    names |= dict(zip(("consumer 0", "consumer 1", "reducer"), WORKER_COLOURS))
     line = TimeLine(svg, "Three steps in the midst of an item", names, first.begin, 9100)
     for span in spans:
-        if span.kind == "waiting":
-            continue
         row = 0 if span.kind in PRODUCTS else 1 + span.worker
         short = SHORT.get(span.kind, span.kind)
         labels = ((70, f"{short} {span.step}"), (34, short)) if row else ((16, short),)
@@ -191,7 +182,7 @@ def draw_schedule() -> Svg:
     entries = (
         (COLOURS[0], 1, "dark: even steps"),
         (COLOURS[0], PALE, "pale: odd steps"),
-        (TILE_END, 1, "the mover's products and additions, half of the columns each"),
+        (TILE_END, 1, "the reducer's products and additions, half of the columns each"),
     )
     remark = "S: scores. dP: dweights. exp: exponentials, with packing behind. The colours are the warpgroups'; grey is waiting."
     line.legend(line.axis() + 40, entries, remark)
@@ -199,47 +190,48 @@ def draw_schedule() -> Svg:
 
 
 def draw_block() -> Svg:
-    svg = Svg(1010, 400, "Roles and shared memory of a block")
+    svg = Svg(1010, 450, "Roles and shared memory of a block")
     block = Block(svg)
     heading = "A block, with the numbers of head dim 128 and four query heads for a KV head"
     svg.text(20, 24, heading, anchor="start", font_weight="bold", font_size=13)
-    top, height = 44, 300
+    top, height = 44, 350
     block.frame(20, top, 106, height, "memory")
-    block.frame(160, top, 220, height, "mover, 88 registers")
+    block.frame(160, top, 220, 176, "producer, 24 registers")
+    block.frame(160, top + 190, 220, height - 190, "reducer, 72 registers")
     block.frame(434, top, 226, height, "shared memory")
     block.frame(714, top, 276, height, "consumers, 208 registers")
     grey = SOFT_INK
     for y, tall, lines in (
         (72, 56, ("k, v", "plan, counter")),
         (136, 72, ("q, dout", "lse, delta, plan")),
-        (216, 56, ("dq", "in fp32")),
-        (280, 56, ("dk, dv", "or partial sums")),
+        (262, 56, ("dq", "in fp32")),
+        (328, 56, ("dk, dv", "or partial sums")),
     ):
         block.box(30, y, 86, tall, LINE, lines)
     block.box(172, 72, 196, 56, grey, ("warp 1: one thread", "takes items, copies keys, values"))
     block.box(172, 136, 196, 72, grey, ("warp 0", "walks the plan, copies queries,", "dout, lse, delta"))
-    block.box(172, 216, 196, 56, TILE_END, ("all four warps", "dQ = dscores keys, added to dq"))
+    block.box(172, 262, 196, 56, TILE_END, ("all four warps", "dQ = dscores keys, added to dq"))
     for y, tall, lines in (
         (72, 56, ("keys, values: 2 × 32 KB", "128 rows of each; the item")),
         (136, 72, ("queries, dout: 4 × 32 KB", "16 rows × 4 heads = 64 rows", "+ lse, delta, visible keys")),
-        (216, 56, ("dscores: 2 × 16 KB", "128 keys × 64 rows")),
-        (280, 56, ("barriers", "full and empty, of each buffer")),
+        (262, 56, ("dscores: 2 × 16 KB", "128 keys × 64 rows")),
+        (328, 56, ("barriers", "full and empty, of each buffer")),
     ):
         block.box(446, y, 202, tall, TILE_END, lines)
     for consumer, colour in enumerate(COLOURS[:CONSUMERS]):
         keys = f"keys {64 * consumer} to {64 * consumer + 63} of the tile"
         lines = (f"consumer {consumer}", keys, "a thread: 64 sums of dK, 64 of dV,", "32 scores, 16 packed")
-        block.box(726, 72 + 104 * consumer, 252, 96, colour, lines)
+        block.box(726, 72 + 130 * consumer, 252, 116, colour, lines)
     for y in (100, 172):
         block.arrow(116, y, 172, y)
         for left, right in ((368, 446), (648, 726)):
             block.arrow(left, y - 6, right, y - 6)
             block.arrow(right, y + 8, left, y + 8, grey, stroke_dasharray="3 3")
-    block.arrow(172, 244, 116, 244)
+    block.arrow(172, 290, 116, 290)
     for left, right in ((368, 446), (648, 726)):
-        block.arrow(right, 238, left, 238)
-        block.arrow(left, 252, right, 252, grey, stroke_dasharray="3 3")
-    block.legend(368, "data", "Consumers write dk and dv, or partial sums, at an item's end.")
+        block.arrow(right, 284, left, 284)
+        block.arrow(left, 298, right, 298, grey, stroke_dasharray="3 3")
+    block.legend(418, "data", "Consumers write dk and dv, or partial sums, at an item's end.")
     return svg
 
 

@@ -35,12 +35,13 @@ CHART_RESPONSES = 8  # of the layer's panel
 
 
 def part(records: list[dict], name: str, **wanted) -> list[dict]:
-    """The records of a part that have certain values."""
-    return [
+    """The records of a part that have certain values, small micro-batches first."""
+    found = [
         record
         for record in records
         if record["part"] == name and all(record.get(key) == value for key, value in wanted.items())
     ]
+    return sorted(found, key=lambda record: record.get("micro_batch", 0))
 
 
 def policy_records(records: list[dict]) -> dict[tuple[int, str], dict]:
@@ -153,16 +154,30 @@ def layer_table(records: list[dict]) -> list[str]:
     return table(header, rows)
 
 
+def commits_of(records: list[dict]) -> str:
+    """One, or several with the micro-batches that were measured at each."""
+    batches: dict[str, list[int]] = {}
+    for record in records:
+        commit, _, dirty = record["commit"].partition("-")
+        name = f"`{commit[:12]}`{' with changes' if dirty else ''}"
+        batches.setdefault(name, []).append(record.get("micro_batch", 0))
+    if len(batches) == 1:
+        return f"commit {next(iter(batches))}"
+    found = (
+        f"{name} (micro-batches {', '.join(map(str, sorted(set(of_commit))))})"
+        for name, of_commit in batches.items()
+    )
+    return f"commits {' and '.join(sorted(found))}"
+
+
 def source_of(records: list[dict]) -> str:
     """What the records of a part were measured on."""
     if not records:
         return "Nothing was measured."
     first, rates = records[0], [record["matmul_tflops"] for record in records]
-    commit, _, dirty = first["commit"].partition("-")
-    changes = " with changes" if dirty else ""
     return (
-        f"{first['device']}, PyTorch {first['torch']}, Transformers {first['transformers']}, commit "
-        f"`{commit[:12]}`{changes}; a product of 8192^3 ran at {min(rates):.0f} to {max(rates):.0f} TFLOP/s."
+        f"{first['device']}, PyTorch {first['torch']}, Transformers {first['transformers']}, {commits_of(records)}; "
+        f"a product of 8192^3 ran at {min(rates):.0f} to {max(rates):.0f} TFLOP/s."
     )
 
 

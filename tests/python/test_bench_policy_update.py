@@ -194,13 +194,14 @@ def test_nothing_is_measured_after_the_budget(tmp_path):
     assert found[0]["error"] == "it would take longer than what is left of the budget"
 
 
-def test_records_of_other_parts_are_kept(tmp_path):
+def test_records_of_what_is_not_measured_are_kept(tmp_path):
     output = tmp_path / "out.json"
-    others = [{"part": "layer", "batch": "kept"}, {"part": "comparison", "micro_batch": 3}]
-    output.write_text(json.dumps(others))
+    kept = [{"part": "layer", "batch": "kept"}, {"part": "comparison", "micro_batch": 3}]
+    output.write_text(json.dumps([*kept, {"part": "comparison", "micro_batch": 2, "old": True}]))
     records = run("--parts", "policy", "--micro-batches", 2, "--output", output)
-    assert records[0] == others[0] and records[1]["part"] == "policy"
-    assert [record["micro_batch"] for record in of_part(records, "comparison")] == [2]
+    assert records[:2] == kept and records[2]["part"] == "policy"
+    compared = of_part(records[2:], "comparison")
+    assert [record["micro_batch"] for record in compared] == [2] and "old" not in compared[0]
 
 
 @pytest.mark.usefixtures("gpu")
