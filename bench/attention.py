@@ -305,6 +305,15 @@ def show(records: list[dict], as_table_1: bool = False) -> None:
     rich.console.Console(width=180).print(drawn)
 
 
+def with_other_batches(records: list[dict], output: Path, batches: list[Batch]) -> list[dict]:
+    """The records and what the file has of batches that have none of them, in the order of `batches`."""
+    measured = {record["batch"] for record in records}
+    kept = json.loads(output.read_text()) if output.exists() else []
+    order = [batch.name for batch in batches]
+    everything = records + [record for record in kept if record["batch"] not in measured]
+    return sorted(everything, key=lambda record: order.index(record["batch"]))
+
+
 def main() -> None:
     start = time.monotonic()
     names = [batch.name for batch in BATCHES]
@@ -314,7 +323,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", choices=names, metavar="N, P, R", help="; ".join(names))
     parser.add_argument("--impls", nargs="+", choices=PEERS, metavar="IMPL", help=", ".join(PEERS))
     parser.add_argument("--budget-s", type=float, default=math.inf, help="after it, nothing but dualkv")
-    parser.add_argument("--output", type=Path, help="a JSON file of records")
+    parser.add_argument("--output", type=Path, help="a JSON file of records; keeps those of other batches")
     parser.add_argument("--commit", help="what is measured, where this is not a git checkout")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -357,7 +366,8 @@ def main() -> None:
         free()
         if args.output:
             args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(json.dumps(records, indent=1) + "\n")
+            everything = with_other_batches(records, args.output, TABLE_1 if args.table_1 else BATCHES)
+            args.output.write_text(json.dumps(everything, indent=1) + "\n")
     show(records, args.table_1)
 
 

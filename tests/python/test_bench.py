@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -106,6 +107,21 @@ KINDS = {
     "cascade": lambda batch: attention_peers.Cascade(batch, plain_attention, plain_backward, "cpu"),
     "flex": lambda batch: attention_peers.Flex(batch, "cpu"),
 }
+
+
+def test_records_of_other_batches_are_kept(tmp_path):
+    output = tmp_path / "out.json"
+    names = [batch.name for batch in BATCHES]
+
+    def of(name: str, impl: str) -> dict:
+        return {"batch": name, "impl": impl}
+
+    first = [of(names[2], "dualkv"), of(names[2], "flex")]
+    assert attention.with_other_batches(first, output, BATCHES) == first
+    output.write_text(json.dumps([of(names[0], "dualkv"), *first]))
+    measured = [of(names[2], "cudnn-cascade"), of(names[1], "dualkv")]
+    wanted = [of(names[0], "dualkv"), of(names[1], "dualkv"), of(names[2], "cudnn-cascade")]
+    assert attention.with_other_batches(measured, output, BATCHES) == wanted
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
