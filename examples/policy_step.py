@@ -26,23 +26,15 @@ PHASES = ("old log-probs", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A policy-gradient loss with a clipped ratio.
+    """drops_equal_groups: groups whose rewards are all equal are left out (dynamic sampling)."""
 
-    Attributes:
-        clip_low, clip_high: the ratio counts within [1 - clip_low, 1 + clip_high].
-        token_mean: the mean is over all tokens of the batch; otherwise over the means of the sequences.
-        drops_equal_groups: groups whose rewards are all equal are left out (dynamic sampling).
-    """
-
-    clip_low: float
-    clip_high: float
-    token_mean: bool
+    loss: dualkv.losses.PolicyLoss
     drops_equal_groups: bool
 
 
 ALGORITHMS = {
-    "grpo": Algorithm(clip_low=0.2, clip_high=0.2, token_mean=False, drops_equal_groups=False),
-    "dapo": Algorithm(clip_low=0.2, clip_high=0.28, token_mean=True, drops_equal_groups=True),
+    "grpo": Algorithm(dualkv.losses.grpo(), drops_equal_groups=False),
+    "dapo": Algorithm(dualkv.losses.dapo(), drops_equal_groups=True),
 }
 
 
@@ -78,6 +70,10 @@ class Job:
     def response(self, sample: Sample) -> list[int]:
         group, index = sample
         return self.responses[group][index]
+
+    def lengths(self, samples: list[Sample]) -> list[int]:
+        """Of the responses."""
+        return [len(self.response(sample)) for sample in samples]
 
     def sequence(self, sample: Sample) -> list[int]:
         return self.prompts[sample[0]] + self.response(sample)
@@ -220,21 +216,14 @@ def policy_loss(job: Job, samples: list[Sample], log_probs: torch.Tensor, old: t
     """A micro-batch's part of the batch's loss.
 
     log_probs and old [M], in the order of the samples and their tokens -> scalar. The parts add up to the
-    batch's loss however it is cut, since each token is weighted by counts of the whole batch.
+    batch's loss however it is cut, since they are divided by counts of the whole batch.
     """
-    device = log_probs.device
-    lengths = torch.tensor([len(job.response(sample)) for sample in samples], device=device)
-    advantages = torch.tensor([job.advantages[group][index] for group, index in samples], device=device)
-    if job.algorithm.token_mean:
-        tokens = sum(len(job.response(sample)) for sample in job.samples)
-        weights = torch.full((len(samples),), 1.0 / tokens, device=device)
-    else:
-        weights = 1.0 / (len(job.samples) * lengths.clamp(min=1))
-    advantages = advantages.repeat_interleave(lengths)
-    ratio = (log_probs - old).exp()
-    clipped = ratio.clamp(1.0 - job.algorithm.clip_low, 1.0 + job.algorithm.clip_high)
-    gains = torch.minimum(ratio * advantages, clipped * advantages)
-    return -(weights.repeat_interleave(lengths) * gains).sum()
+    advantages = torch.tensor(
+        [job.advantages[group][index] for group, index in samples], device=log_probs.device
+    )
+    counts = dualkv.losses.count([job.lengths(job.samples)])
+    loss, _ = job.algorithm.loss(log_probs, job.lengths(samples), advantages, counts, old_logprobs=old)
+    return loss
 
 
 def _autocast(job: Job) -> torch.autocast:
@@ -283,7 +272,7 @@ def run_update(model, layout, job: Job, report: Callable[[str, int, int], None])
 def _in_order_of_samples(job: Job, batches: list[list[Sample]], values: list[torch.Tensor]) -> torch.Tensor:
     pieces = {}
     for samples, flat in zip(batches, values):
-        pieces.update(zip(samples, flat.split([len(job.response(sample)) for sample in samples])))
+        pieces.update(zip(samples, flat.split(job.lengths(samples))))
     return torch.cat([pieces[sample] for sample in job.samples])
 
 
