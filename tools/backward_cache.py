@@ -11,11 +11,10 @@ import heapq
 import random
 from collections import OrderedDict
 
-from draw_hopper_forward import MULTIPROCESSORS, c_forest
+from draw_hopper_forward import MULTIPROCESSORS
+from plans import array, pieces, tiles_and_runs, view_plan
 
 import dualkv
-from dualkv import _abi
-from dualkv._library import Handle, library
 
 QUERY_TILE, KEY_TILE = 16, 128  # of four query heads to a KV head, at D 128
 CACHED_STEPS = 240  # 64 KB each: 15 MB. The model's traffic is then 0.6 to 1.6 times what was measured
@@ -24,27 +23,11 @@ ITEM_END = 2  # steps that an item takes besides its own
 
 def read_items(forest: dualkv.SegmentForest, kv_heads: int) -> list[tuple[list[int], int, int]]:
     """Items in the order in which they are taken: first rows of the query tiles, KV head, and place in the band."""
-    handle = c_forest(forest)
-    params = _abi.dualkv_plan_params(
-        forest=handle.address,
-        window_left=_abi.NO_WINDOW,
-        forward_query_tile=QUERY_TILE,
-        forward_key_tile=KEY_TILE,
-        backward_query_tile=QUERY_TILE,
-        backward_key_tile=KEY_TILE,
-        backward_parts=-(-2 * MULTIPROCESSORS // kv_heads),
-    )
-    plan = Handle(library.dualkv_plan_create, library.dualkv_plan_destroy, ctypes.byref(params))
-    view = _abi.dualkv_plan_view()
-    library.dualkv_plan_get_view(plan, ctypes.byref(view))
-    backward = view.backward
-    runs = (_abi.dualkv_run * backward.num_runs).from_address(backward.runs)
-    tiles = (_abi.dualkv_tile * backward.num_tiles).from_address(backward.tiles)
-    bands = (ctypes.c_int32 * backward.num_tiles).from_address(view.band)
+    view = view_plan(forest, QUERY_TILE, KEY_TILE, backward_parts=-(-2 * MULTIPROCESSORS // kv_heads))
+    bands = array(ctypes.c_int32, view.backward.num_tiles, view.band)
     items = []
-    for t, tile in enumerate(tiles):
-        of_tile = runs[tile.run_begin : tile.run_end]
-        rows = [row for run in of_tile for row in range(run.begin, run.end, QUERY_TILE)]
+    for t, (_, runs) in enumerate(tiles_and_runs(view.backward)):
+        rows = [piece.start for _, run in runs for piece in pieces(run, QUERY_TILE)]
         items += [(rows, head, (t - bands[t]) * kv_heads + head) for head in range(kv_heads)]
     return items
 

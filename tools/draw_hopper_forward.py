@@ -10,15 +10,13 @@ guess.
 
 from __future__ import annotations
 
-import ctypes
 import heapq
 from dataclasses import dataclass
 
-from draw_plans import INK, LINE, PAPER, SEGMENT_COLOURS, SOFT_INK, Svg, c_forest, write_pictures
+from draw_plans import INK, LINE, PAPER, SEGMENT_COLOURS, SOFT_INK, Svg, write_pictures
+from plans import tiles_and_runs, view_plan
 
 import dualkv
-from dualkv import _abi
-from dualkv._library import Handle, library
 
 MULTIPROCESSORS = 132  # of an H200
 
@@ -29,25 +27,11 @@ def steps_of(
     forest: dualkv.SegmentForest, query_tile: int, key_tile: int, schedule: str, parts: int = 0
 ) -> list[int]:
     """Tiles of the other side that each tile visits, in the order of the schedule, "forward" or "backward"."""
-    handle = c_forest(forest)
-    params = _abi.dualkv_plan_params(
-        forest=handle.address,
-        window_left=_abi.NO_WINDOW,
-        forward_query_tile=query_tile,
-        forward_key_tile=key_tile,
-        backward_query_tile=query_tile,
-        backward_key_tile=key_tile,
-        backward_parts=parts,
-    )
-    plan = Handle(library.dualkv_plan_create, library.dualkv_plan_destroy, ctypes.byref(params))
-    view = _abi.dualkv_plan_view()
-    library.dualkv_plan_get_view(plan, ctypes.byref(view))
-    chosen, width = getattr(view, schedule), {"forward": key_tile, "backward": query_tile}[schedule]
-    runs = (_abi.dualkv_run * chosen.num_runs).from_address(chosen.runs)
-    tiles = (_abi.dualkv_tile * chosen.num_tiles).from_address(chosen.tiles)
+    view = view_plan(forest, query_tile, key_tile, backward_parts=parts)
+    width = {"forward": key_tile, "backward": query_tile}[schedule]
     return [
-        sum(-(-(run.end - run.begin) // width) for run in runs[tile.run_begin : tile.run_end])
-        for tile in tiles
+        sum(-(-(run.end - run.begin) // width) for _, run in runs)
+        for _, runs in tiles_and_runs(getattr(view, schedule))
     ]
 
 

@@ -16,102 +16,13 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from plans import Visit, array, c_forest, read_plan
 
 import dualkv
 from dualkv import _abi
-from dualkv._library import Handle, library
+from dualkv._library import library
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-
-# ------------------------------------------------------------------------------------------------ real plans
-
-
-@dataclass(frozen=True)
-class Visit:
-    """One pair of a query tile and a key tile, as a schedule makes it."""
-
-    tile: int  # place in the schedule of the tile that visits, from 1
-    step: int  # place of this visit among those of that tile, from 1
-    queries: range  # rows
-    keys: range  # rows
-    segment: int  # of the keys
-    masked: bool
-    turn: int | None  # backward: order in which the query tile's dQ is added to, from 0
-
-
-@dataclass(frozen=True)
-class Plan:
-    forward: list[Visit]
-    backward: list[Visit]
-
-
-def c_forest(forest: dualkv.SegmentForest) -> Handle:
-    lengths, parents = forest.segments.t().contiguous()
-    return Handle(
-        library.dualkv_forest_create,
-        library.dualkv_forest_destroy,
-        forest.num_segments,
-        lengths.data_ptr(),
-        parents.data_ptr(),
-    )
-
-
-def read_plan(
-    forest: dualkv.SegmentForest, tile_size: int, window_left: int | None = None, backward_parts: int = 0
-) -> Plan:
-    """The library's plan with square tiles, every run cut into its tiles."""
-    handle = c_forest(forest)
-    params = _abi.dualkv_plan_params(
-        forest=handle.address,
-        window_left=_abi.NO_WINDOW if window_left is None else window_left,
-        forward_query_tile=tile_size,
-        forward_key_tile=tile_size,
-        backward_query_tile=tile_size,
-        backward_key_tile=tile_size,
-        backward_parts=backward_parts,
-    )
-    plan = Handle(library.dualkv_plan_create, library.dualkv_plan_destroy, ctypes.byref(params))
-    view = _abi.dualkv_plan_view()
-    library.dualkv_plan_get_view(plan, ctypes.byref(view))
-    return Plan(_forward_visits(view.forward), _backward_visits(view))
-
-
-def _array(kind, count: int, address: int | None) -> list:
-    return list((kind * count).from_address(address)) if count > 0 else []
-
-
-def _tiles_and_runs(schedule):
-    """For each tile, in schedule order: the tile and its runs with their indices."""
-    runs = _array(_abi.dualkv_run, schedule.num_runs, schedule.runs)
-    for tile in _array(_abi.dualkv_tile, schedule.num_tiles, schedule.tiles):
-        yield tile, [(r, runs[r]) for r in range(tile.run_begin, tile.run_end)]
-
-
-def _pieces(run, width: int) -> list[range]:
-    """The tiles of a run."""
-    return [range(begin, min(begin + width, run.end)) for begin in range(run.begin, run.end, width)]
-
-
-def _forward_visits(schedule) -> list[Visit]:
-    visits = []
-    for number, (tile, runs) in enumerate(_tiles_and_runs(schedule), start=1):
-        queries = range(tile.begin, tile.end)
-        pieces = [(keys, run) for _, run in runs for keys in _pieces(run, schedule.key_tile)]
-        for step, (keys, run) in enumerate(pieces, start=1):
-            visits.append(Visit(number, step, queries, keys, run.segment, bool(run.masked), None))
-    return visits
-
-
-def _backward_visits(view) -> list[Visit]:
-    schedule, visits = view.backward, []
-    turns = _array(ctypes.c_int32, schedule.num_runs, view.turn)
-    for number, (tile, runs) in enumerate(_tiles_and_runs(schedule), start=1):
-        keys, step = range(tile.begin, tile.end), 0
-        for r, run in runs:
-            for queries in _pieces(run, schedule.query_tile):
-                step += 1
-                visits.append(Visit(number, step, queries, keys, run.segment, bool(run.masked), turns[r]))
-    return visits
 
 
 def visible(forest: dualkv.SegmentForest, window_left: int | None = None) -> list[list[bool]]:
@@ -200,7 +111,7 @@ def name_segments(forest: dualkv.SegmentForest, names: str, colours=SEGMENT_COLO
     handle = c_forest(forest)
     view = _abi.dualkv_forest_view()
     library.dualkv_forest_get_view(handle, ctypes.byref(view))
-    segments = _array(_abi.dualkv_segment, view.num_segments, view.segments)
+    segments = array(_abi.dualkv_segment, view.num_segments, view.segments)
     return [
         Segment(name, colour, range(s.begin, s.end), s.tree_end, s.position, s.parent)
         for name, colour, s in zip(names.split(), colours, segments)
