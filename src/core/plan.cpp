@@ -1,6 +1,7 @@
 #include "core/plan.h"
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <numeric>
 #include <utility>
@@ -113,16 +114,16 @@ void AppendRuns(const Plan& plan, const QueryTile& tile, int32_t s, int32_t key_
   append(ragged, last, true);
 }
 
-// The rows that each tile visits, or is visited by.
-std::vector<int64_t> WorkOf(const Schedule& schedule) {
+// The rows of each tile's runs, counted in tiles of `rows_per_tile`.
+std::vector<int64_t> WorkOf(const Schedule& schedule, int32_t rows_per_tile = 1) {
   std::vector<int64_t> work;
   work.reserve(schedule.tiles.size());
   for (const dualkv_tile& tile : schedule.tiles) {
-    int64_t rows = 0;
+    int64_t tiles = 0;
     for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
-      rows += schedule.runs[r].end - schedule.runs[r].begin;
+      tiles += CeilDiv(schedule.runs[r].end - schedule.runs[r].begin, rows_per_tile);
     }
-    work.push_back(rows);
+    work.push_back(tiles);
   }
   return work;
 }
@@ -133,7 +134,7 @@ std::vector<int32_t> OrderByWork(const Schedule& schedule) {
   const std::vector<int64_t> work = WorkOf(schedule);
   std::vector<int32_t> order(work.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return work[a] > work[b]; });
+  std::ranges::stable_sort(order, std::ranges::greater{}, [&](int32_t t) { return work[t]; });
   return order;
 }
 
@@ -250,14 +251,7 @@ Schedule ByKeys(const Plan& plan, const Schedule& by_queries) {
 void CutIntoParts(Plan& plan) {
   Schedule& schedule = plan.backward;
   const int32_t query_tile = schedule.tile_sizes.query;
-  std::vector<int64_t> visits_of_tiles;
-  for (const dualkv_tile& tile : schedule.tiles) {
-    int64_t visits = 0;
-    for (int32_t r = tile.run_begin; r < tile.run_end; ++r) {
-      visits += CeilDiv(schedule.runs[r].end - schedule.runs[r].begin, query_tile);
-    }
-    visits_of_tiles.push_back(visits);
-  }
+  const std::vector<int64_t> visits_of_tiles = WorkOf(schedule, query_tile);
   const int64_t all = std::accumulate(visits_of_tiles.begin(), visits_of_tiles.end(), int64_t{0});
   const int64_t most =
       plan.backward_parts == 0 ? std::max<int64_t>(all, 1) : std::max<int64_t>(all / plan.backward_parts, 1);
@@ -320,10 +314,8 @@ void OrderByBands(Plan& plan) {
   }
   std::vector<int32_t> order(work.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    const int32_t band_a = plan.band[a], band_b = plan.band[b];
-    return heaviest[band_a] != heaviest[band_b] ? heaviest[band_a] > heaviest[band_b] : band_a < band_b;
-  });
+  std::ranges::stable_sort(order, {},
+                           [&](int32_t t) { return std::pair(-heaviest[plan.band[t]], plan.band[t]); });
   Reorder(plan.backward.tiles, order);
   Reorder(plan.partial, order);
   Reorder(plan.band, order);
