@@ -30,7 +30,7 @@ constexpr int32_t kMultiprocessors = 132;
 // the heaviest band, one that comes down and one that goes up.
 int32_t HeadsAbreast(const core::Plan& plan, int32_t num_kv_heads) {
   constexpr int32_t kTwoWaves = 256;  // almost: a power of two, as prompts' lengths often are
-  const auto tiles = std::count(plan.band.begin(), plan.band.end(), 0);
+  const auto tiles = std::upper_bound(plan.band.begin(), plan.band.end(), 0) - plan.band.begin();
   const int32_t sections = LargestDivisor(num_kv_heads, num_kv_heads * tiles / kTwoWaves);
   return num_kv_heads / sections;
 }
