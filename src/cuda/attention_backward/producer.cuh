@@ -3,6 +3,7 @@
 
 #include "core/visibility.h"
 #include "cuda/attention_backward/config.cuh"
+#include "cuda/packed_heads.h"
 #include "cuda/ptx/tensor_copy.cuh"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/ring.cuh"
@@ -71,11 +72,9 @@ class Producer {
       return;
     }
     const int32_t abreast = params_.kv_heads_abreast;
-    const int32_t first_head = index / (params_.plan->num_key_tiles * abreast) * abreast;
-    const int32_t of_abreast = index - params_.plan->num_key_tiles * first_head;
-    item.kv_head = first_head + of_abreast % abreast;
-    item.tile =
-        core::PartOfImage<core::ImageKeyTile>(params_.plan, params_.plan->key_tiles)[of_abreast / abreast];
+    const TileAndHead<int32_t> of_index(index, params_.plan->num_key_tiles, abreast);
+    item.kv_head = of_index.head;
+    item.tile = core::PartOfImage<core::ImageKeyTile>(params_.plan, params_.plan->key_tiles)[of_index.tile];
     const auto* runs = core::PartOfImage<core::ImageQueryRun>(params_.plan, params_.plan->query_runs);
     int32_t steps = 0;
 #pragma unroll 1
@@ -85,7 +84,7 @@ class Producer {
     item.steps = steps * params_.packs_per_kv_head;
     item.ascending = 0;
 #pragma unroll 1
-    for (int32_t wave_end = item.tile.band * abreast + gridDim.x; wave_end <= of_abreast;
+    for (int32_t wave_end = item.tile.band * abreast + gridDim.x; wave_end <= of_index.place;
          wave_end += gridDim.x) {
       item.ascending ^= 1;
     }

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/attention_forward/config.cuh"
+#include "cuda/packed_heads.h"
 #include "cuda/ptx/tensor_copy.cuh"
 #include "cuda/ring.cuh"
 #include "cuda/tensor.cuh"
@@ -27,11 +28,10 @@ __device__ __forceinline__ void WalkPlan(const Params& params, VisitTile visit_t
     if (item >= items) {
       continue;
     }
-    const uint32_t first_pack = item / (num_tiles * abreast) * abreast;
-    const uint32_t of_abreast = item - num_tiles * first_pack;
-    const int4 entry = __ldg(tiles + of_abreast / abreast);
+    const TileAndHead<uint32_t> place(item, num_tiles, abreast);
+    const int4 entry = __ldg(tiles + place.tile);
     const dualkv_tile tile = {entry.x, entry.y, entry.z, entry.w};
-    const uint32_t pack = first_pack + of_abreast % abreast;
+    const uint32_t pack = place.head;
     visit_tile(tile, pack);
     bool first_step = true;
 #pragma unroll 1
