@@ -306,12 +306,12 @@ def show(records: list[dict], as_table_1: bool = False) -> None:
 
 
 def with_other_batches(records: list[dict], output: Path, batches: list[Batch]) -> list[dict]:
-    """The records and what the file has of batches that have none of them, in the order of `batches`."""
+    """The records, and what the file has of the other `batches`, in their order."""
     measured = {record["batch"] for record in records}
-    kept = json.loads(output.read_text()) if output.exists() else []
+    in_file = json.loads(output.read_text()) if output.exists() else []
     order = [batch.name for batch in batches]
-    everything = records + [record for record in kept if record["batch"] not in measured]
-    return sorted(everything, key=lambda record: order.index(record["batch"]))
+    kept = [record for record in in_file if record["batch"] in order and record["batch"] not in measured]
+    return sorted(records + kept, key=lambda record: order.index(record["batch"]))
 
 
 def main() -> None:

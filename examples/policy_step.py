@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -66,6 +67,11 @@ class Job:
     @property
     def samples(self) -> list[Sample]:
         return [(g, n) for g, group in enumerate(self.responses) for n in range(len(group))]
+
+    @cached_property
+    def counts(self) -> dualkv.losses.Counts:
+        """What losses are divided by."""
+        return dualkv.losses.count([self.lengths(self.samples)])
 
     def response(self, sample: Sample) -> list[int]:
         group, index = sample
@@ -221,8 +227,7 @@ def policy_loss(job: Job, samples: list[Sample], log_probs: torch.Tensor, old: t
     advantages = torch.tensor(
         [job.advantages[group][index] for group, index in samples], device=log_probs.device
     )
-    counts = dualkv.losses.count([job.lengths(job.samples)])
-    loss, _ = job.algorithm.loss(log_probs, job.lengths(samples), advantages, counts, old_logprobs=old)
+    loss, _ = job.algorithm.loss(log_probs, job.lengths(samples), advantages, job.counts, old_logprobs=old)
     return loss
 
 
