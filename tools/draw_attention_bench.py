@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from charts import save_chart
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 from attention_batches import goals_of, have_backward  # noqa: E402
 
 # In the order in which they stand beside each other.

@@ -17,7 +17,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from charts import save_chart
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 from mfu import PASSES  # noqa: E402
 
 SPEEDUP_GOAL = 0.92  # of the token ratio
