@@ -108,6 +108,7 @@ struct SharedMemory {
   Visit visits[kVisits];
   Item items[kItems];
   Walk walk;
+  int32_t zero;  // for all time, which no compiler knows
   ptx::Mbarrier items_full[kItems], items_empty[kItems], next_item_due;
   ptx::Mbarrier keys_full[1], keys_empty[1];
   ptx::Mbarrier queries_full[kStages], queries_empty[kStages];

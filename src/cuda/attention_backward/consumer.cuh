@@ -59,7 +59,7 @@ class Consumer {
       Release(memory_.keys_empty, keys_, ptx::FreshLane());
       return;
     }
-    WaitQueries();
+    int32_t flags = WaitQueries(queries_);
     ptx::WgmmaFence();
     Multiply(scores, memory_.keys, memory_.queries[queries_.index]);
     ptx::WgmmaCommit();
@@ -70,7 +70,7 @@ class Consumer {
         ptx::WgmmaWait<0>();
       }
       ptx::Pin(scores);
-      Exponentiate(scores);
+      Exponentiate(scores, flags);
       ptx::WgmmaWait<0>();
       ptx::Pin(dkeys);
       if (!first) {
@@ -82,6 +82,11 @@ class Consumer {
       ptx::WgmmaCommit();
       MultiplyTransposed(dvalues, weights, memory_.douts[queries_.index]);
       ptx::WgmmaCommit();
+      RingPosition<Memory::kStages> next = queries_;
+      next.Next();
+      if (steps > 1) {
+        flags = WaitQueries(next);
+      }
       if constexpr (!kSoftcap) {
         ptx::MbarrierWait(&memory_.dscores_empty[dscores_.index], dscores_.parity ^ 1);
       }
@@ -94,8 +99,7 @@ class Consumer {
         break;
       }
       last = queries_;
-      queries_.Next();
-      WaitQueries();
+      queries_ = next;
       ptx::WgmmaFence();
       Multiply(scores, memory_.keys, memory_.queries[queries_.index]);
       ptx::WgmmaCommit();
@@ -112,15 +116,14 @@ class Consumer {
     Release(memory_.queries_empty, queries_, ptx::FreshLane());
   }
 
-  __device__ __forceinline__ void WaitQueries() {
-    ptx::MbarrierWait(&memory_.queries_full[queries_.index], queries_.parity);
-    if (Flags() & Step::kPartial) {
-      ClearRows();
+  // Of a step; returns its flags.
+  __device__ __forceinline__ int32_t WaitQueries(const RingPosition<Memory::kStages>& queries) {
+    ptx::MbarrierWait(&memory_.queries_full[queries.index], queries.parity);
+    const int32_t flags = ForAllLanes(memory_.steps[queries.index].flags, ptx::FreshLane());
+    if (flags & Step::kPartial) {
+      ClearRows(queries);
     }
-  }
-
-  __device__ __forceinline__ int32_t Flags() const {
-    return ForAllLanes(memory_.steps[queries_.index].flags, ptx::FreshLane());
+    return flags;
   }
 
   // sums [keys, rows] = keys or values [64 of keys, D] times queries or output gradients [rows, D] transposed
@@ -158,7 +161,7 @@ class Consumer {
   }
 
   // weights = exp(scores - lse), 0 where the key is not visible
-  __device__ __forceinline__ void Exponentiate(float (&scores)[kScores]) {
+  __device__ __forceinline__ void Exponentiate(float (&scores)[kScores], int32_t flags) {
     const float2* lses = PairsOf(memory_.lse[queries_.index]);
     if constexpr (kSoftcap) {
       ptx::MbarrierWait(&memory_.dscores_empty[dscores_.index], dscores_.parity ^ 1);
@@ -180,7 +183,7 @@ class Consumer {
         scores[s + i] = ptx::Exp2(ptx::MinOrNan(exponent, 0.0f));  // it is above 0 by its rounding only
       }
     }
-    if (Flags() & Step::kMasked) {
+    if (flags & Step::kMasked) {
       Mask(scores);
     }
   }
@@ -288,10 +291,10 @@ class Consumer {
   }
 
   // The same for query rows that are not the step's. Their lse and delta are 0, and so are their dscores.
-  __device__ __forceinline__ void ClearRows() {
-    const int32_t valid = ForAllLanes(memory_.steps[queries_.index].rows, ptx::FreshLane());
-    Clear(memory_.queries[queries_.index], valid, kRows);
-    Clear(memory_.douts[queries_.index], valid, kRows);
+  __device__ __forceinline__ void ClearRows(const RingPosition<Memory::kStages>& queries) {
+    const int32_t valid = ForAllLanes(memory_.steps[queries.index].rows, ptx::FreshLane());
+    Clear(memory_.queries[queries.index], valid, kRows);
+    Clear(memory_.douts[queries.index], valid, kRows);
     ptx::FenceProxyAsync();
     ptx::NamedBarrierSync(kConsumerBarrier, 128 * kConsumers);
   }

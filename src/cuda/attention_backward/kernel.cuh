@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(kThreads, 1) Kernel(const __grid_constant__ Pa
     init(memory.queries_empty, kConsumerWarps);
     init(memory.dscores_full, kConsumerWarps);
     init(memory.dscores_empty, kReducerWarps);
+    memory.zero = 0;
     memory.walk.stage = memory.walk.stage_parity = memory.walk.visit = 0;
     ptx::FenceMbarrierInit();
   }

@@ -94,6 +94,9 @@ class Reducer {
   }
 
   // To the rows at dq and 8 further on; `rows` are left from the first on.
+  //
+  // Two additions at a time: more would fill the queue that the consumers' loads and stores go through as
+  // well. A word that is read behind the two comes when they have left it, and the next address needs it.
   __device__ __forceinline__ void Add(float* dq, int32_t rows, const float (&sums)[32]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -102,6 +105,9 @@ class Reducer {
         for (int block = 0; block < 4; ++block) {
           const float* low = sums + 8 * block + 2 * i;
           ptx::ReduceAdd(dq + 8 * i * kHeadDim + kBlockFloats * block, low[0], low[1], low[4], low[5]);
+          if (block % 2 == 1) {
+            dq += ptx::LoadInOrder(&memory_.zero);
+          }
         }
       }
     }

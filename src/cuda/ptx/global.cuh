@@ -12,6 +12,14 @@ __device__ __forceinline__ void ReduceAdd(float* target, float a, float b, float
                : "memory");
 }
 
+// Behind all accesses before it, to global memory too: the address, that of a word of shared memory, is
+// generic, so nothing may change places with the load.
+__device__ __forceinline__ int32_t LoadInOrder(const int32_t* source) {
+  int32_t value;
+  asm volatile("ld.volatile.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ int32_t LoadAcquire(const int32_t* source) {
   int32_t value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
