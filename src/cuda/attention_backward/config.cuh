@@ -49,30 +49,21 @@ struct Item {
   int32_t ascending;  // 1: rows are visited from the first to the last, 0: from the last to the first
 };
 
-// A step of an item, as the producer walks over the plan.
-struct Walk {
-  core::ImageQueryRun run;
-  int32_t run_index;
-  int32_t row;   // the first of the query tile
-  int32_t pack;  // of heads
-  uint32_t stage;
-  uint32_t stage_parity;
-  uint32_t visit;
-};
-
-// What the consumers need to know of a step.
-struct Step {
+// A step of an item, as noted down beside the buffers of its queries.
+struct alignas(16) Step {
   enum Flag : int32_t {
     kMasked = 1,   // some row does not see some key
     kPartial = 2,  // it has fewer rows than the query tile
   };
-  int32_t flags;
+  int32_t row;   // query row, of the forest
+  int32_t pack;  // of heads
   int32_t rows;  // of the products
+  int32_t flags;
 };
 
-// What is added to dQ, and where.
+// What is added to dQ, and where; noted down with the step, and kept for longer.
 struct alignas(16) Visit {
-  int64_t first_row;  // of dq
+  int64_t first_row;  // of dq, lse and delta
   int32_t rows;
   int32_t turn;
 };
@@ -90,7 +81,7 @@ struct SharedMemory {
   static constexpr int kBoxes = kHeadDim / 64;  // a row of a box is the 128 bytes that the swizzle works on
   static constexpr int kRows = kQueryTile<kHeadDim>;
   static constexpr int kStages = attention_backward::kStages<kHeadDim>;
-  static constexpr int kVisits = 8;  // noted down when a step's copies start
+  static constexpr int kVisits = 8;  // noted down with the steps, which the reducer is behind
 
   static_assert(kVisits >= kStages + kScoreBuffers);
 
@@ -107,11 +98,10 @@ struct SharedMemory {
   Step steps[kStages];
   Visit visits[kVisits];
   Item items[kItems];
-  Walk walk;
   int32_t zero;  // for all time, which no compiler knows
   ptx::Mbarrier items_full[kItems], items_empty[kItems], next_item_due;
   ptx::Mbarrier keys_full[1], keys_empty[1];
-  ptx::Mbarrier queries_full[kStages], queries_empty[kStages];
+  ptx::Mbarrier steps_full[kStages], queries_full[kStages], queries_empty[kStages];
   ptx::Mbarrier dscores_full[kScoreBuffers], dscores_empty[kScoreBuffers];
   std::byte end;  // what is allocated: its size is rounded up by the alignment
 };

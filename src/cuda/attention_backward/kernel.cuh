@@ -28,16 +28,16 @@ __global__ void __launch_bounds__(kThreads, 1) Kernel(const __grid_constant__ Pa
       }
     };
     init(memory.items_full, 1);
-    init(memory.items_empty, kConsumerWarps + kReducerWarps + 32);  // and the lanes that copy steps
+    init(memory.items_empty, kConsumerWarps + kReducerWarps + 2 + 32);  // and the threads of ForItems
     ptx::MbarrierInit(&memory.next_item_due, 1);
     init(memory.keys_full, 1);
     init(memory.keys_empty, kConsumerWarps + kReducerWarps);
-    init(memory.queries_full, 1 + 32);  // and each lane of the warp that copies words
+    init(memory.steps_full, 1);
+    init(memory.queries_full, 1 + 1 + 32);  // each lane of the warp that copies rows, for words on their way
     init(memory.queries_empty, kConsumerWarps);
     init(memory.dscores_full, kConsumerWarps);
     init(memory.dscores_empty, kReducerWarps);
     memory.zero = 0;
-    memory.walk.stage = memory.walk.stage_parity = memory.walk.visit = 0;
     ptx::FenceMbarrierInit();
   }
   // Rows that no copy reaches, if the packed heads do not fill the tile, stay 0.

@@ -22,13 +22,20 @@ class Producer {
   __device__ __forceinline__ Producer(const Params& params, Memory& memory)
       : params_(params), memory_(memory) {}
 
-  // Two of its warps have work.
+  // Each warp has a task of its own, and all but the last are one thread's. They keep pace with the consumers
+  // only if none has much to do for a step.
   __device__ __forceinline__ void Run() {
     const uint32_t warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
-    if (warp == 0) {
-      CopySteps();
-    } else if (warp == 1 && ptx::FreshLane() == 0) {
-      CopyItems();
+    if (warp == 3) {
+      CopyRows();
+    } else if (ptx::FreshLane() == 0) {
+      if (warp == 0) {
+        WalkPlan();
+      } else if (warp == 1) {
+        CopyItems();
+      } else {
+        CopyQueries();
+      }
     }
   }
 
@@ -90,8 +97,9 @@ class Producer {
     }
   }
 
-  // What belongs to each step of each item. A warp calls.
-  __device__ __forceinline__ void CopySteps() {
+  // Calls `work` for each item, in order, until there are no more.
+  template <class Work>
+  __device__ __forceinline__ void ForItems(Work work) {
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
       ptx::MbarrierWait(&memory_.items_full[n % kItems], n / kItems % 2);
@@ -99,137 +107,139 @@ class Producer {
       if (item.kv_head < 0) {
         return;
       }
-      if (ptx::FreshLane() == 0) {
-        StartWalk(item);
+      work(item);
+      ptx::MbarrierArrive(&memory_.items_empty[n % kItems]);
+    }
+  }
+
+  // Notes down the steps of each item as it walks over the plan. One thread calls.
+  __device__ __forceinline__ void WalkPlan() {
+    RingPosition<Memory::kStages> stage;
+    uint32_t visit = 0;
+    ForItems([&](const Item& item) {
+      const bool ascending = item.ascending;
+      core::ImageQueryRun run = {};
+      int32_t row = 0, run_index = ascending ? item.tile.run_end - 1 : item.tile.run_begin;
+      int32_t pack = item.kv_head * params_.packs_per_kv_head - 1;
+#pragma unroll 1
+      for (int32_t steps = item.steps; steps > 0; --steps) {
+        row += ascending ? params_.rows_per_tile : -params_.rows_per_tile;
+        if (row < run.begin || row >= run.end) {
+          run_index += ascending ? 1 : -1;
+          if (run_index < item.tile.run_begin || run_index >= item.tile.run_end) {
+            run_index = ascending ? item.tile.run_begin : item.tile.run_end - 1;
+            ++pack;
+          }
+          const int4 words =
+              __ldg(core::PartOfImage<int4>(params_.plan, params_.plan->query_runs) + run_index);
+          run = {.begin = words.x, .end = words.y, .masked = words.z, .turn = words.w};
+          row = ascending
+                    ? run.begin
+                    : run.begin + (run.end - run.begin - 1) / params_.rows_per_tile * params_.rows_per_tile;
+        }
+        ptx::MbarrierWait(&memory_.queries_empty[stage.index], stage.parity ^ 1);
+        const int32_t full_rows = params_.rows_per_tile * params_.packed;
+        const int32_t rows = min((run.end - row) * params_.packed, full_rows);
+        const bool masked = run.masked || item.tile.end - item.tile.begin < kKeyTile;
+        const int64_t first_row =
+            pack * params_.row_pitch + static_cast<int64_t>(row - params_.query_row_begin) * params_.packed;
+        memory_.steps[stage.index] = {
+            .row = row,
+            .pack = pack,
+            .rows = rows,
+            .flags = (masked ? Step::kMasked : 0) | (rows < full_rows ? Step::kPartial : 0)};
+        memory_.visits[visit % Memory::kVisits] = {
+            .first_row = pack * params_.row_pitch +
+                         static_cast<int64_t>(row - params_.query_row_begin) * params_.packed,
+            .rows = rows,
+            .turn = run.turn};
+        ptx::MbarrierArrive(&memory_.steps_full[stage.index]);
+        stage.Next();
+        ++visit;
       }
-      __syncwarp();
+    });
+  }
+
+  // Copies queries and output gradients of each step. One thread calls.
+  __device__ __forceinline__ void CopyQueries() {
+    RingPosition<Memory::kStages> stage;
+    ForItems([&](const Item& item) {
 #pragma unroll 1
       for (int32_t steps = item.steps;; --steps) {
-        if (steps == min(item.steps, kTakeAhead) && ptx::FreshLane() == 0) {
+        if (steps == min(item.steps, kTakeAhead)) {
           ptx::MbarrierArrive(&memory_.next_item_due);
         }
         if (steps == 0) {
           break;
         }
-        CopyStep(item);
+        ptx::MbarrierWait(&memory_.steps_full[stage.index], stage.parity);
+        const Step& step = memory_.steps[stage.index];
+        const int32_t pack = step.pack, row = step.row - params_.query_row_begin;
+        ptx::Mbarrier* full = &memory_.queries_full[stage.index];
+        ptx::MbarrierArriveExpect(full,
+                                  2 * params_.rows_per_tile * params_.packed * kHeadDim * sizeof(Element));
+#pragma unroll
+        for (int box = 0; box < Memory::kBoxes; ++box) {
+          ptx::TensorCopy4d(memory_.queries[stage.index][box], &params_.queries, full, 64 * box, 0, pack,
+                            row);
+          ptx::TensorCopy4d(memory_.douts[stage.index][box], &params_.douts, full, 64 * box, 0, pack, row);
+        }
+        stage.Next();
       }
-      ptx::MbarrierArrive(&memory_.items_empty[n % kItems]);  // each lane, as each has read it
-    }
+    });
   }
 
-  // Before the first step of an item.
-  __device__ __forceinline__ void StartWalk(const Item& item) {
-    Walk& walk = memory_.walk;
-    walk.run = {};
-    walk.run_index = item.ascending ? item.tile.run_end - 1 : item.tile.run_begin;
-    walk.row = 0;
-    walk.pack = item.kv_head * params_.packs_per_kv_head - 1;
-  }
-
-  // To the item's next step.
-  __device__ __forceinline__ void Advance(const Item& item) {
-    Walk& walk = memory_.walk;
-    const bool ascending = item.ascending;
-    int32_t row = walk.row + (ascending ? params_.rows_per_tile : -params_.rows_per_tile);
-    if (row < walk.run.begin || row >= walk.run.end) {
-      int32_t index = walk.run_index + (ascending ? 1 : -1);
-      if (index < item.tile.run_begin || index >= item.tile.run_end) {
-        index = ascending ? item.tile.run_begin : item.tile.run_end - 1;
-        ++walk.pack;
+  // Copies what there is for each row of each step. A warp calls.
+  __device__ __forceinline__ void CopyRows() {
+    RingPosition<Memory::kStages> stage;
+    uint32_t visit = 0;
+    ForItems([&](const Item& item) {
+#pragma unroll 1
+      for (int32_t steps = item.steps; steps > 0; --steps) {
+        ptx::MbarrierWait(&memory_.steps_full[stage.index], stage.parity);
+        const Step& step = memory_.steps[stage.index];
+        const int64_t first_row = memory_.visits[visit % Memory::kVisits].first_row;
+#pragma unroll 1
+        for (int32_t p = ptx::FreshLane(); p < kRows; p += 32) {
+          const bool valid = p < step.rows;
+          const int64_t row = valid ? first_row + p : 0;
+          ptx::CopyWord(&memory_.lse[stage.index][p], params_.lse + row, valid);
+          ptx::CopyWord(&memory_.delta[stage.index][p], params_.delta + row, valid);
+        }
+        ptx::ArriveAfterCopies(&memory_.queries_full[stage.index]);
+        if (step.flags & Step::kMasked) {
+          NoteVisible(item, step, memory_.visible[stage.index]);
+        }
+        __syncwarp();
+        if (ptx::FreshLane() == 0) {
+          ptx::MbarrierArrive(&memory_.queries_full[stage.index]);
+        }
+        stage.Next();
+        ++visit;
       }
-      walk.run_index = index;
-      const int4 run = __ldg(core::PartOfImage<int4>(params_.plan, params_.plan->query_runs) + index);
-      walk.run = {.begin = run.x, .end = run.y, .masked = run.z, .turn = run.w};
-      row = ascending ? run.x : run.x + (run.y - run.x - 1) / params_.rows_per_tile * params_.rows_per_tile;
-    }
-    walk.row = row;
+    });
   }
 
-  __device__ __forceinline__ void CopyStep(const Item& item) {
-    const Walk& walk = memory_.walk;
-    ptx::MbarrierWait(&memory_.queries_empty[walk.stage], walk.stage_parity ^ 1);
-    if (ptx::FreshLane() == 0) {
-      Advance(item);
-      const int32_t full_rows = params_.rows_per_tile * params_.packed;
-      const int32_t rows = min((walk.run.end - walk.row) * params_.packed, full_rows);
-      const bool masked = walk.run.masked || item.tile.end - item.tile.begin < kKeyTile;
-      memory_.steps[walk.stage] = {
-          .flags = (masked ? Step::kMasked : 0) | (rows < full_rows ? Step::kPartial : 0), .rows = rows};
-      memory_.visits[walk.visit] = {
-          .first_row = walk.pack * params_.row_pitch +
-                       static_cast<int64_t>(walk.row - params_.query_row_begin) * params_.packed,
-          .rows = rows,
-          .turn = walk.run.turn};
-    }
-    __syncwarp();
-    if (memory_.steps[walk.stage].flags & Step::kMasked) {
-      CopyVisible(item);
-    }
-    CopyRows(memory_.visits[walk.visit]);
-    __syncwarp();
-    if (ptx::FreshLane() == 0) {
-      CopyQueries();
-      MoveOn();
-    }
-    __syncwarp();
-  }
-
-  // The keys that each row of a step sees.
-  __device__ __forceinline__ void CopyVisible(const Item& item) {
+  // The keys of the tile that each row of a step sees; none, if the row is not the step's.
+  __device__ __forceinline__ void NoteVisible(const Item& item, const Step& step,
+                                              KeyInterval (&visible)[kRows]) {
 #pragma unroll 1
     for (int32_t p = ptx::FreshLane(); p < kRows; p += 32) {
-      const int32_t row = memory_.walk.row + p / params_.packed;
       KeyInterval keys = {0, 0};
-      if (row < memory_.walk.run.end && p < params_.rows_per_tile * params_.packed) {
+      if (p < step.rows) {
+        const int32_t row = step.row + p / params_.packed;
         const int32_t window_left = params_.plan->window_left;
         const int32_t position =
             window_left >= 0 ? __ldg(core::PartOfImage<int32_t>(params_.plan, params_.plan->positions) + row)
                              : 0;
-        const core::Interval visible = core::VisibleKeys(row, position, item.tile.segment, window_left);
-        const int32_t begin = max(visible.begin - item.tile.begin, 0);
-        const int32_t end = min(visible.end, item.tile.end) - item.tile.begin;
+        const core::Interval seen = core::VisibleKeys(row, position, item.tile.segment, window_left);
+        const int32_t begin = max(seen.begin - item.tile.begin, 0);
+        const int32_t end = min(seen.end, item.tile.end) - item.tile.begin;
         if (begin < end) {
           keys = {static_cast<uint8_t>(begin), static_cast<uint8_t>(end)};
         }
       }
-      memory_.visible[memory_.walk.stage][p] = keys;
-    }
-  }
-
-  // lse and delta of each row of a step, 0 for rows that are not its own.
-  __device__ __forceinline__ void CopyRows(const Visit& visit) {
-    const uint32_t stage = memory_.walk.stage;
-#pragma unroll 1
-    for (int32_t p = ptx::FreshLane(); p < kRows; p += 32) {
-      const bool valid = p < visit.rows;
-      const int64_t row = valid ? visit.first_row + p : 0;
-      ptx::CopyWord(&memory_.lse[stage][p], params_.lse + row, valid);
-      ptx::CopyWord(&memory_.delta[stage][p], params_.delta + row, valid);
-    }
-    ptx::ArriveAfterCopies(&memory_.queries_full[stage]);
-  }
-
-  // Queries and output gradients of a step. It comes last: its arrival is for all that the warp has written.
-  __device__ __forceinline__ void CopyQueries() {
-    const Walk& walk = memory_.walk;
-    const uint32_t stage = walk.stage;
-    const int32_t row = walk.row - params_.query_row_begin;
-    ptx::Mbarrier* full = &memory_.queries_full[stage];
-    ptx::MbarrierArriveExpect(full, 2 * params_.rows_per_tile * params_.packed * kHeadDim * sizeof(Element));
-#pragma unroll 1
-    for (int box = 0; box < Memory::kBoxes; ++box) {
-      ptx::TensorCopy4d(memory_.queries[stage][box], &params_.queries, full, 64 * box, 0, walk.pack, row);
-      ptx::TensorCopy4d(memory_.douts[stage][box], &params_.douts, full, 64 * box, 0, walk.pack, row);
-    }
-  }
-
-  // To the next buffers.
-  __device__ __forceinline__ void MoveOn() {
-    Walk& walk = memory_.walk;
-    walk.visit = (walk.visit + 1) % Memory::kVisits;
-    if (++walk.stage == Memory::kStages) {
-      walk.stage = 0;
-      walk.stage_parity ^= 1;
+      visible[p] = keys;
     }
   }
 

@@ -33,13 +33,13 @@ __device__ __forceinline__ void MbarrierArriveExpect(Mbarrier* barrier, uint32_t
 }
 
 // Waits until the phase of this parity has completed. A fresh barrier's phase of parity 1 counts as
-// completed.
+// completed. The thread may sleep until then, for up to 10 ms at a time.
 __device__ __forceinline__ void MbarrierWait(Mbarrier* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "wait:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 10000000;\n"
       "@done bra finished;\n"
       "bra wait;\n"
       "finished:\n"
