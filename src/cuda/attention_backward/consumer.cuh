@@ -59,10 +59,11 @@ class Consumer {
       Release(memory_.keys_empty, keys_, ptx::FreshLane());
       return;
     }
-    int32_t flags = WaitQueries(queries_);
+    bool masked = WaitQueries(queries_);
     ptx::WgmmaFence();
     Multiply(scores, memory_.keys, memory_.queries[queries_.index]);
     ptx::WgmmaCommit();
+    const float2* lses = PairsOf(memory_.lse[queries_.index]);
     ptx::WgmmaWait<0>();
     RingPosition<Memory::kStages> last = queries_;
     for (bool first = true;; first = false) {
@@ -70,7 +71,7 @@ class Consumer {
         ptx::WgmmaWait<0>();
       }
       ptx::Pin(scores);
-      Exponentiate(scores, flags);
+      Exponentiate(scores, lses, masked);
       ptx::WgmmaWait<0>();
       ptx::Pin(dkeys);
       if (!first) {
@@ -85,16 +86,17 @@ class Consumer {
       RingPosition<Memory::kStages> next = queries_;
       next.Next();
       if (steps > 1) {
-        flags = WaitQueries(next);
+        masked = WaitQueries(next);
       }
       if constexpr (!kSoftcap) {
         ptx::MbarrierWait(&memory_.dscores_empty[dscores_.index], dscores_.parity ^ 1);
       }
+      const float2* deltas = PairsOf(memory_.delta[queries_.index]);
       ptx::WgmmaWait<0>();
       ptx::Pin(scores);
       ptx::Pin(dvalues);
-      Differentiate(weights, scores, dscores);
-      HandOver(dscores);
+      Differentiate(weights, deltas, scores, dscores);
+      Store(dscores);
       if (--steps == 0) {
         break;
       }
@@ -105,8 +107,11 @@ class Consumer {
       ptx::WgmmaCommit();
       MultiplyTransposed(dkeys, dscores, memory_.queries[last.index]);
       ptx::WgmmaCommit();
+      HandOver();
+      lses = PairsOf(memory_.lse[queries_.index]);
       ptx::WgmmaWait<1>();
     }
+    HandOver();
     Release(memory_.keys_empty, keys_, ptx::FreshLane());
     ptx::WgmmaFence();
     MultiplyTransposed(dkeys, dscores, memory_.queries[queries_.index]);
@@ -116,14 +121,16 @@ class Consumer {
     Release(memory_.queries_empty, queries_, ptx::FreshLane());
   }
 
-  // Of a step; returns its flags.
-  __device__ __forceinline__ int32_t WaitQueries(const RingPosition<Memory::kStages>& queries) {
+  // Of a step; returns whether it is masked. Votes, as the compiler knows that they are the same for all
+  // lanes, and they take less time than ForAllLanes.
+  __device__ __forceinline__ bool WaitQueries(const RingPosition<Memory::kStages>& queries) {
     ptx::MbarrierWait(&memory_.queries_full[queries.index], queries.parity);
-    const int32_t flags = ForAllLanes(memory_.steps[queries.index].flags, ptx::FreshLane());
-    if (flags & Step::kPartial) {
+    const int32_t flags = memory_.steps[queries.index].flags;
+    const bool masked = __any_sync(0xffffffff, flags & Step::kMasked);
+    if (__any_sync(0xffffffff, flags & Step::kPartial)) {
       ClearRows(queries);
     }
-    return flags;
+    return masked;
   }
 
   // sums [keys, rows] = keys or values [64 of keys, D] times queries or output gradients [rows, D] transposed
@@ -155,14 +162,14 @@ class Consumer {
     }
   }
 
-  // What is kept of each row, two rows at a time: entry s is for the accumulators s to s + 3.
+  // What is kept of each row, two rows at a time: entry s is for the accumulators s to s + 3. The lane's
+  // place is asked for while products run.
   __device__ __forceinline__ const float2* PairsOf(const float (&rows)[kRows]) const {
     return reinterpret_cast<const float2*>(rows) + ptx::FreshLane() % 4;
   }
 
   // weights = exp(scores - lse), 0 where the key is not visible
-  __device__ __forceinline__ void Exponentiate(float (&scores)[kScores], int32_t flags) {
-    const float2* lses = PairsOf(memory_.lse[queries_.index]);
+  __device__ __forceinline__ void Exponentiate(float (&scores)[kScores], const float2* lses, bool masked) {
     if constexpr (kSoftcap) {
       ptx::MbarrierWait(&memory_.dscores_empty[dscores_.index], dscores_.parity ^ 1);
     }
@@ -183,7 +190,7 @@ class Consumer {
         scores[s + i] = ptx::Exp2(ptx::MinOrNan(exponent, 0.0f));  // it is above 0 by its rounding only
       }
     }
-    if (flags & Step::kMasked) {
+    if (masked) {
       Mask(scores);
     }
   }
@@ -196,10 +203,9 @@ class Consumer {
   }
 
   // dscores = weights * (dweights - delta), times the softcap's derivative
-  __device__ __forceinline__ void Differentiate(const uint32_t (&weights)[kScores / 2],
+  __device__ __forceinline__ void Differentiate(const uint32_t (&weights)[kScores / 2], const float2* deltas,
                                                 float (&dweights)[kScores],
                                                 uint32_t (&dscores)[kScores / 2]) {
-    const float2* deltas = PairsOf(memory_.delta[queries_.index]);
 #pragma unroll
     for (int s = 0; s < kScores; s += 4) {
       const float2 delta = deltas[s];
@@ -262,8 +268,8 @@ class Consumer {
     return 64 * index_ + threadIdx.x % 128 / 32 * 16 + ptx::FreshLane() / 4;
   }
 
-  // Gives dscores to the reducer.
-  __device__ __forceinline__ void HandOver(const uint32_t (&packed)[kScores / 2]) {
+  // Writes dscores where the reducer takes them from.
+  __device__ __forceinline__ void Store(const uint32_t (&packed)[kScores / 2]) {
     auto& buffer = memory_.dscores[dscores_.index];
     // Lane l has the address of row l % 8 of the 8 x 8 matrix l / 8 of four: keys 8 further on in every
     // second, rows in the upper two.
@@ -274,8 +280,11 @@ class Consumer {
     for (int k = 0; k < kRows / 16; ++k) {
       ptx::StoreMatrices(base + k / 4 * sizeof(buffer[0]) ^ k % 4 * 32, packed + 4 * k);
     }
+  }
+  // Gives what was stored to the reducer. Stores take a while to be there; products are issued before.
+  __device__ __forceinline__ void HandOver() {
     ptx::FenceProxyAsync();
-    Release(memory_.dscores_full, dscores_, lane);
+    Release(memory_.dscores_full, dscores_, ptx::FreshLane());
   }
 
   // Keys and values that are not the tile's count for nothing, but 0 times what they hold need not be 0.

@@ -19,7 +19,7 @@ class Reducer {
 
  public:
   __device__ __forceinline__ Reducer(const Params& params, Memory& memory)
-      : params_(params), memory_(memory) {}
+      : params_(params), memory_(memory), zero_(ptx::UnknownAddress(&memory.zero)) {}
 
   __device__ __forceinline__ void Run() {
 #pragma unroll 1
@@ -96,18 +96,19 @@ class Reducer {
   // To the rows at dq and 8 further on; `rows` are left from the first on.
   //
   // Two additions at a time: more would fill the queue that the consumers' loads and stores go through as
-  // well. A word that is read behind the two comes when they have left it, and the next address needs it.
+  // well. A word that is read behind two of them comes when they have left it, and the next address needs it.
   __device__ __forceinline__ void Add(float* dq, int32_t rows, const float (&sums)[32]) {
+    int32_t zero = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (8 * i < rows) {
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
-          const float* low = sums + 8 * block + 2 * i;
-          ptx::ReduceAdd(dq + 8 * i * kHeadDim + kBlockFloats * block, low[0], low[1], low[4], low[5]);
-          if (block % 2 == 1) {
-            dq += ptx::LoadInOrder(&memory_.zero);
+          if (block % 2 == 0 && i + block > 0) {
+            zero = ptx::LoadInOrder(zero_);
           }
+          const float* low = sums + 8 * block + 2 * i;
+          ptx::ReduceAdd(dq + zero + 8 * i * kHeadDim + kBlockFloats * block, low[0], low[1], low[4], low[5]);
         }
       }
     }
@@ -139,6 +140,7 @@ class Reducer {
 
   const Params& params_;
   Memory& memory_;
+  const int32_t* const zero_;
   uint32_t step_ = 0;
   int32_t* turns_begun_ = nullptr;  // the counter of the turn that has not ended yet
 };

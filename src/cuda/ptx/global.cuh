@@ -12,8 +12,13 @@ __device__ __forceinline__ void ReduceAdd(float* target, float a, float b, float
                : "memory");
 }
 
-// Behind all accesses before it, to global memory too: the address, that of a word of shared memory, is
-// generic, so nothing may change places with the load.
+// The same address, but the compiler does not know in which memory it is. A warp calls.
+__device__ __forceinline__ const int32_t* UnknownAddress(const int32_t* address) {
+  return reinterpret_cast<const int32_t*>(__shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(address), 0));
+}
+
+// Loads behind all accesses to memory before it, global ones too, if the address is an unknown one: no two
+// may change places then.
 __device__ __forceinline__ int32_t LoadInOrder(const int32_t* source) {
   int32_t value;
   asm volatile("ld.volatile.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
