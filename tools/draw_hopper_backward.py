@@ -43,12 +43,13 @@ PRODUCTS = ("scores", "dweights", "dV", "dK", "dQ")
 DURATION = {
     # Of a consumer, 64 x 64 x 128, and of half the columns of dQ, 64 x 64 x 128.
     **dict.fromkeys(PRODUCTS, 256),
-    # By a profile: a warp's samples between these points of its loop, as shares of a step of 3,640 cycles.
-    "exponentials": 750,
+    # By a profile: a warp's samples between these points of its loop, as shares of a step of 3,340 cycles.
+    "exponentials": 700,
     "packing": 350,
-    "dscores": 700,
-    "queries": 500,  # until they are known to be there, whole, and operands of products are made up
-    "adds": 400,  # of half the columns, until their registers have been read
+    "dscores": 600,
+    "issue": 150,  # until operands of products are made up
+    "handover": 300,  # until dscores are there for the reducer's product
+    "adds": 750,  # of half the columns, two at a time
 }
 
 
@@ -133,11 +134,12 @@ def simulate(steps: int = 9, adds: int = DURATION["adds"]) -> list[Span]:
             if step >= DSCORES_BUFFERS:
                 now = yield empty[step - DSCORES_BUFFERS]
             now = yield machine.work("dscores", index, step, now)
-            machine.arrive(full[step], now)
-            now = yield machine.work("queries", index, step, now)
+            now = yield machine.work("issue", index, step, now)
             if step + 1 < steps:
                 scored = machine.issue("scores", index, step + 1, now)
             summed = machine.issue("dK", index, step, now)
+            now = yield machine.work("handover", index, step, now)
+            machine.arrive(full[step], now)
 
     def reducer() -> Iterator:
         for step in range(steps):
@@ -208,8 +210,8 @@ def draw_block() -> Svg:
         (328, 56, ("dk, dv", "or partial sums")),
     ):
         block.box(30, y, 86, tall, LINE, lines)
-    block.box(172, 72, 196, 56, grey, ("warp 1: one thread", "takes items, copies keys, values"))
-    block.box(172, 136, 196, 72, grey, ("warp 0", "walks the plan, copies queries,", "dout, lse, delta"))
+    block.box(172, 72, 196, 56, grey, ("warp 1", "takes items, copies keys, values"))
+    block.box(172, 136, 196, 72, grey, ("warps 0, 2 and 3", "walk the plan; copy queries, dout;", "copy lse, delta"))
     block.box(172, 262, 196, 56, TILE_END, ("all four warps", "dQ = dscores keys, added to dq"))
     for y, tall, lines in (
         (72, 56, ("keys, values: 2 × 32 KB", "128 rows of each; the item")),

@@ -103,7 +103,7 @@ def test_the_backward_of_the_model_does_everything_once_and_in_order(adds):
     spans, steps = draw_hopper_backward.simulate(5, adds), range(1, 6)
     products = sorted((span.begin, span.end) for span in spans if span.kind in draw_hopper_backward.PRODUCTS)
     assert all(end <= begin for (_, end), (begin, _) in zip(products, products[1:]))
-    own = {"scores", "exponentials", "packing", "dweights", "dV", "dscores", "queries", "dK"}
+    own = {"scores", "exponentials", "packing", "dweights", "dV", "dscores", "issue", "dK", "handover"}
     wanted = [(kind, worker, step) for kind in own for worker in (0, 1) for step in steps]
     wanted += [(kind, draw_hopper_backward.REDUCER, step) for kind in ("dQ", "adds") for step in steps] * 2
     made = [(span.kind, span.worker, span.step) for span in spans]
@@ -112,10 +112,10 @@ def test_the_backward_of_the_model_does_everything_once_and_in_order(adds):
     ends = {(span.kind, span.worker, span.step): span.end for span in spans}
     for step in steps:
         for worker in (0, 1):
-            order = ("scores", "exponentials", "packing", "dweights", "dV", "dscores", "queries", "dK")
+            order = ("scores", "exponentials", "packing", "dweights", "dV", "dscores", "issue", "dK")
             for before, after in zip(order, order[1:]):
                 assert ends[before, worker, step] <= begins[after, worker, step]
-            assert ends["dscores", worker, step] <= begins["dQ", draw_hopper_backward.REDUCER, step]
+            assert ends["handover", worker, step] <= begins["dQ", draw_hopper_backward.REDUCER, step]
             if step > draw_hopper_backward.DSCORES_BUFFERS:
                 read = ends["dQ", draw_hopper_backward.REDUCER, step - draw_hopper_backward.DSCORES_BUFFERS]
                 assert read <= begins["dscores", worker, step]
