@@ -211,7 +211,9 @@ def draw_block() -> Svg:
     ):
         block.box(30, y, 86, tall, LINE, lines)
     block.box(172, 72, 196, 56, grey, ("warp 1", "takes items, copies keys, values"))
-    block.box(172, 136, 196, 72, grey, ("warps 0, 2 and 3", "walk the plan; copy queries, dout;", "copy lse, delta"))
+    block.box(
+        172, 136, 196, 72, grey, ("warps 0, 2 and 3", "walk the plan; copy queries, dout;", "copy lse, delta")
+    )
     block.box(172, 262, 196, 56, TILE_END, ("all four warps", "dQ = dscores keys, added to dq"))
     for y, tall, lines in (
         (72, 56, ("keys, values: 2 × 32 KB", "128 rows of each; the item")),

@@ -168,7 +168,9 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
         # Gradients are enabled here only if there is to be a graph of the gradients, too.
-        gradients = _AttentionBackward.apply if torch.is_grad_enabled() else torch.ops.dualkv.attention_backward
+        gradients = (
+            _AttentionBackward.apply if torch.is_grad_enabled() else torch.ops.dualkv.attention_backward
+        )
         dq, dk, dv, dsinks = gradients(
             dout, dlse, q, k, v, sinks, segments, out, lse, *ctx.options, ctx.deterministic
         )

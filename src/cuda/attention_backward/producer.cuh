@@ -141,8 +141,6 @@ class Producer {
         const int32_t full_rows = params_.rows_per_tile * params_.packed;
         const int32_t rows = min((run.end - row) * params_.packed, full_rows);
         const bool masked = run.masked || item.tile.end - item.tile.begin < kKeyTile;
-        const int64_t first_row =
-            pack * params_.row_pitch + static_cast<int64_t>(row - params_.query_row_begin) * params_.packed;
         memory_.steps[stage.index] = {
             .row = row,
             .pack = pack,
