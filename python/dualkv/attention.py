@@ -12,6 +12,7 @@ import functools
 import torch
 
 from . import _abi
+from ._gradients import gradients_of
 from ._library import library
 from ._tensors import (
     DTYPE_CODES,
@@ -167,26 +168,10 @@ class _Attention(torch.autograd.Function):
         q, k, v, sinks, segments, out, lse = ctx.saved_tensors
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
-        # Gradients are enabled here only if there is to be a graph of the gradients, too.
-        gradients = (
-            _AttentionBackward.apply if torch.is_grad_enabled() else torch.ops.dualkv.attention_backward
-        )
-        dq, dk, dv, dsinks = gradients(
-            dout, dlse, q, k, v, sinks, segments, out, lse, *ctx.options, ctx.deterministic
+        dq, dk, dv, dsinks = gradients_of(
+            "attention", dout, dlse, q, k, v, sinks, segments, out, lse, *ctx.options, ctx.deterministic
         )
         return dq, dk, dv, None if sinks is None else dsinks, None, None, None
-
-
-class _AttentionBackward(torch.autograd.Function):
-    """The gradients, which have none themselves: asking for a second derivative raises."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        return torch.ops.dualkv.attention_backward(*arguments)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise RuntimeError("dualkv.attention can be differentiated once, not twice")
 
 
 _OPTIONS = "float scale, SymInt window_left, float softcap, SymInt query_row_begin"

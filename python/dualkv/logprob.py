@@ -12,6 +12,7 @@ import ctypes
 import torch
 
 from . import _abi, logprob_chunks
+from ._gradients import gradients_of
 from ._library import library
 from ._tensors import (
     DTYPE_CODES,
@@ -121,23 +122,11 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlogprob, dentropy):
         needed = ctx.needs_input_grad[:3]
-        gradients = _LinearLogprobBackward.apply(
-            dlogprob, dentropy, *ctx.saved_tensors, *ctx.options, *needed
+        gradients = gradients_of(
+            "linear_logprob", dlogprob, dentropy, *ctx.saved_tensors, *ctx.options, *needed
         )
         gradients = [gradient if need else None for gradient, need in zip(gradients, needed)]
         return (*gradients, None, None, None, None)
-
-
-class _LinearLogprobBackward(torch.autograd.Function):
-    """The gradients, which have none themselves: asking for a second derivative raises."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        return torch.ops.dualkv.linear_logprob_backward(*arguments)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise RuntimeError("dualkv.linear_logprob can be differentiated once, not twice")
 
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor rows, Tensor targets"
