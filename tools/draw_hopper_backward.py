@@ -43,13 +43,14 @@ PRODUCTS = ("scores", "dweights", "dV", "dK", "dQ")
 DURATION = {
     # Of a consumer, 64 x 64 x 128, and of half the columns of dQ, 64 x 64 x 128.
     **dict.fromkeys(PRODUCTS, 256),
-    # By a profile: a warp's samples between these points of its loop, as shares of a step of 3,340 cycles.
-    "exponentials": 700,
-    "packing": 350,
-    "dscores": 600,
-    "issue": 150,  # until operands of products are made up
-    "handover": 300,  # until dscores are there for the reducer's product
-    "adds": 750,  # of half the columns, two at a time
+    # By a profile of 8, 8192, 1024: a warp's samples between these points of its loop, as shares of a step of
+    # 3,340 cycles, rounded. The kernel handed dscores over before it issued products then.
+    "exponentials": 890,
+    "packing": 200,
+    "dscores": 530,
+    "issue": 110,  # until operands of products are made up
+    "handover": 340,  # until dscores are there for the reducer's product
+    "adds": 760,  # of half the columns, two at a time
 }
 
 

@@ -98,7 +98,7 @@ struct SharedMemory {
   Step steps[kStages];
   Visit visits[kVisits];
   Item items[kItems];
-  int32_t zero;  // for all time, which no compiler knows
+  int32_t zero;  // always; see Reducer::Add
   ptx::Mbarrier items_full[kItems], items_empty[kItems], next_item_due;
   ptx::Mbarrier keys_full[1], keys_empty[1];
   ptx::Mbarrier steps_full[kStages], queries_full[kStages], queries_empty[kStages];

@@ -17,8 +17,8 @@ __device__ __forceinline__ const int32_t* UnknownAddress(const int32_t* address)
   return reinterpret_cast<const int32_t*>(__shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(address), 0));
 }
 
-// Loads behind all accesses to memory before it, global ones too, if the address is an unknown one: no two
-// may change places then.
+// Loads behind the accesses to memory before it, global ones too, if the address is an unknown one: they
+// could be to the same place. For pace only, as they are not ordered for anyone else.
 __device__ __forceinline__ int32_t LoadInOrder(const int32_t* source) {
   int32_t value;
   asm volatile("ld.volatile.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
