@@ -39,7 +39,8 @@ inline constexpr int kQueryTile = kHeadDim <= 64 ? 128 : 64;  // rows of the pro
 template <int kHeadDim>
 inline constexpr int kStages = kHeadDim <= 64 ? 3 : 4;
 inline constexpr int kScoreBuffers = 2;  // of dscores
-inline constexpr int kItems = 2;         // a block takes its next one while it works
+inline constexpr int kReducerWarps = 4;
+inline constexpr int kItems = 2;  // a block takes its next one while it works
 
 // A key tile, or a part of one, of a KV head.
 struct Item {
@@ -118,9 +119,10 @@ struct Params {
   int64_t row_pitch;   // rows of dq, lse and delta for each H / packed: query_rows * packed, rounded up
   float* partials;     // [num_partials, Hk, 2 (dK, dV), kKeyTile, kernel's D]
   int32_t* next_item;
-  int32_t* turns;    // [H / packed, row_pitch]: visits that the tile with this first row has had; or null
-  dualkv_tensor dk;  // [key_rows, Hk, D]
-  dualkv_tensor dv;  // [key_rows, Hk, D]
+  int32_t* turns;           // [H / packed, row_pitch]: visits that the tile with this first row
+                            // has had, counted by each warp of the reducer; or null
+  dualkv_tensor dk;         // [key_rows, Hk, D]
+  dualkv_tensor dv;         // [key_rows, Hk, D]
   int32_t query_row_begin;  // row of the forest that is the first of queries, lse, delta and dq
   int32_t num_heads;        // H
   int32_t num_kv_heads;     // Hk

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads, 1) Kernel(const __grid_constant__ Pa
   Memory& memory = *reinterpret_cast<Memory*>(shared);
 
   if (threadIdx.x == 0) {
-    constexpr uint32_t kConsumerWarps = 4 * kConsumers, kReducerWarps = 4;
+    constexpr uint32_t kConsumerWarps = 4 * kConsumers;
     auto init = [](auto& barriers, uint32_t arrivals) {
       for (auto& barrier : barriers) {
         ptx::MbarrierInit(&barrier, arrivals);

@@ -112,50 +112,65 @@ class Producer {
     }
   }
 
-  // Notes down the steps of each item as it walks over the plan. One thread calls.
+  // Where the walk over an item's query runs is.
+  struct Place {
+    core::ImageQueryRun run;
+    int32_t run_index;
+    int32_t row;   // the first of the query tile
+    int32_t pack;  // of heads
+  };
+
+  // Notes down the steps of each item. One thread calls.
   __device__ __forceinline__ void WalkPlan() {
     RingPosition<Memory::kStages> stage;
     uint32_t visit = 0;
     ForItems([&](const Item& item) {
-      const bool ascending = item.ascending;
-      core::ImageQueryRun run = {};
-      int32_t row = 0, run_index = ascending ? item.tile.run_end - 1 : item.tile.run_begin;
-      int32_t pack = item.kv_head * params_.packs_per_kv_head - 1;
+      Place place = {.run = {},  // so the first step is at the beginning of a run
+                     .run_index = item.ascending ? item.tile.run_end - 1 : item.tile.run_begin,
+                     .row = 0,
+                     .pack = item.kv_head * params_.packs_per_kv_head - 1};
 #pragma unroll 1
       for (int32_t steps = item.steps; steps > 0; --steps) {
-        row += ascending ? params_.rows_per_tile : -params_.rows_per_tile;
-        if (row < run.begin || row >= run.end) {
-          run_index += ascending ? 1 : -1;
-          if (run_index < item.tile.run_begin || run_index >= item.tile.run_end) {
-            run_index = ascending ? item.tile.run_begin : item.tile.run_end - 1;
-            ++pack;
-          }
-          const int4 words =
-              __ldg(core::PartOfImage<int4>(params_.plan, params_.plan->query_runs) + run_index);
-          run = {.begin = words.x, .end = words.y, .masked = words.z, .turn = words.w};
-          row = ascending
-                    ? run.begin
-                    : run.begin + (run.end - run.begin - 1) / params_.rows_per_tile * params_.rows_per_tile;
-        }
+        Advance(item, place);
         ptx::MbarrierWait(&memory_.queries_empty[stage.index], stage.parity ^ 1);
-        const int32_t full_rows = params_.rows_per_tile * params_.packed;
-        const int32_t rows = min((run.end - row) * params_.packed, full_rows);
-        const bool masked = run.masked || item.tile.end - item.tile.begin < kKeyTile;
-        memory_.steps[stage.index] = {
-            .row = row,
-            .pack = pack,
-            .rows = rows,
-            .flags = (masked ? Step::kMasked : 0) | (rows < full_rows ? Step::kPartial : 0)};
-        memory_.visits[visit % Memory::kVisits] = {
-            .first_row = pack * params_.row_pitch +
-                         static_cast<int64_t>(row - params_.query_row_begin) * params_.packed,
-            .rows = rows,
-            .turn = run.turn};
+        NoteDown(item, place, memory_.steps[stage.index], memory_.visits[visit % Memory::kVisits]);
         ptx::MbarrierArrive(&memory_.steps_full[stage.index]);
         stage.Next();
         ++visit;
       }
     });
+  }
+
+  // To the item's next step.
+  __device__ __forceinline__ void Advance(const Item& item, Place& place) {
+    const bool ascending = item.ascending;
+    place.row += ascending ? params_.rows_per_tile : -params_.rows_per_tile;
+    if (place.row >= place.run.begin && place.row < place.run.end) {
+      return;
+    }
+    place.run_index += ascending ? 1 : -1;
+    if (place.run_index < item.tile.run_begin || place.run_index >= item.tile.run_end) {
+      place.run_index = ascending ? item.tile.run_begin : item.tile.run_end - 1;
+      ++place.pack;
+    }
+    const int4 run = __ldg(core::PartOfImage<int4>(params_.plan, params_.plan->query_runs) + place.run_index);
+    place.run = {.begin = run.x, .end = run.y, .masked = run.z, .turn = run.w};
+    place.row =
+        ascending ? run.x : run.x + (run.y - run.x - 1) / params_.rows_per_tile * params_.rows_per_tile;
+  }
+
+  __device__ __forceinline__ void NoteDown(const Item& item, const Place& place, Step& step, Visit& visit) {
+    const int32_t full_rows = params_.rows_per_tile * params_.packed;
+    const int32_t rows = min((place.run.end - place.row) * params_.packed, full_rows);
+    const bool masked = place.run.masked || item.tile.end - item.tile.begin < kKeyTile;
+    step = {.row = place.row,
+            .pack = place.pack,
+            .rows = rows,
+            .flags = (masked ? Step::kMasked : 0) | (rows < full_rows ? Step::kPartial : 0)};
+    visit = {.first_row = place.pack * params_.row_pitch +
+                          static_cast<int64_t>(place.row - params_.query_row_begin) * params_.packed,
+             .rows = rows,
+             .turn = place.run.turn};
   }
 
   // Copies queries and output gradients of each step. One thread calls.
@@ -195,6 +210,9 @@ class Producer {
 #pragma unroll 1
       for (int32_t steps = item.steps; steps > 0; --steps) {
         ptx::MbarrierWait(&memory_.steps_full[stage.index], stage.parity);
+        // The walk has waited for this already. Now the order of the consumers' reads and what is written
+        // next is plain to see, for race checkers too.
+        ptx::MbarrierWait(&memory_.queries_empty[stage.index], stage.parity ^ 1);
         const Step& step = memory_.steps[stage.index];
         const int64_t first_row = memory_.visits[visit % Memory::kVisits].first_row;
 #pragma unroll 1

@@ -51,7 +51,7 @@ class Reducer {
     RingPosition<kScoreBuffers> buffer = {step_ % kScoreBuffers, step_ / kScoreBuffers % 2};
     ptx::MbarrierWait(&memory_.dscores_full[buffer.index], buffer.parity);
     float* dq = nullptr;
-    int32_t rows = 0;
+    int32_t rows = 0, visits = 0;  // that the query tile has had
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       float sums[32];
@@ -64,12 +64,18 @@ class Reducer {
         const uint32_t thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
         dq = params_.dq + AccumulatedRow(visit.first_row, row, kHeadDim) + thread % 4 * 4;
         rows = visit.rows - row;
+        if (params_.turns != nullptr) {
+          visits = ptx::LoadRelaxed(params_.turns + visit.first_row);
+          EndTurn();
+          turn_begun_ = params_.turns + visit.first_row;
+        }
       }
       ptx::WgmmaWait<0>();
       ptx::Pin(sums);
       if (piece == 0 && params_.turns != nullptr) {
-        EndTurn();
-        WaitTurn(visit);
+        while (visits != kReducerWarps * visit.turn) {
+          visits = ptx::LoadAcquire(turn_begun_);
+        }
       }
       if (piece == kPieces - 1) {
         Release(memory_.dscores_empty, buffer, ptx::FreshLane());
@@ -114,35 +120,25 @@ class Reducer {
     }
   }
 
-  // Visits to a query tile and pack of heads take turns, if their order matters. A turn ends when what has
-  // been added is there for all to see; that takes a while, and meanwhile the next step is computed.
-  __device__ __forceinline__ void WaitTurn(const Visit& visit) {
-    int32_t* turns = params_.turns + visit.first_row;
-    const int32_t turn = visit.turn;
-    if (threadIdx.x % 128 == 0) {
-      while (ptx::LoadAcquire(turns) != turn) {
-      }
-    }
-    turns_begun_ = turns;
-    ptx::NamedBarrierSync(kBarrier, 128);
-  }
-  // Of the turn that was waited for last, if it has not ended. The release orders what all threads have
-  // added.
+  // Visits to a query tile and pack of heads take turns, if their order matters. Each warp waits for the
+  // turn, and counts it when what it has added is there for all to see. Both take a while. So a turn does not
+  // end behind its additions but behind the issue of the next step's first product, and then too the next
+  // turn's count is looked at for the first time.
+  //
+  // Of the turn that began last, if it has not ended. The fence orders what the warp's lanes have added
+  // before the count; and after the count that was looked at, what will be added.
   __device__ __forceinline__ void EndTurn() {
-    ptx::NamedBarrierSync(kBarrier, 128);
-    if (threadIdx.x % 128 == 0 && turns_begun_ != nullptr) {
-      ptx::AddRelease(turns_begun_, 1);
-    }
-    turns_begun_ = nullptr;
+    __syncwarp();
+    ptx::FenceGpu();
+    ptx::CountOne(turn_begun_ != nullptr && ptx::FreshLane() == 0, turn_begun_);
+    turn_begun_ = nullptr;
   }
-
-  static constexpr uint32_t kBarrier = 2;
 
   const Params& params_;
   Memory& memory_;
   const int32_t* const zero_;
   uint32_t step_ = 0;
-  int32_t* turns_begun_ = nullptr;  // the counter of the turn that has not ended yet
+  int32_t* turn_begun_ = nullptr;  // the counter of the turn that has not ended yet
 };
 
 }  // namespace dualkv::cuda::attention_backward

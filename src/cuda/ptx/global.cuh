@@ -25,14 +25,31 @@ __device__ __forceinline__ int32_t LoadInOrder(const int32_t* source) {
   return value;
 }
 
+__device__ __forceinline__ int32_t LoadRelaxed(const int32_t* source) {
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ int32_t LoadAcquire(const int32_t* source) {
   int32_t value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
   return value;
 }
 
-__device__ __forceinline__ void AddRelease(int32_t* target, int32_t value) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
+// Between this thread's accesses before and after, as other blocks see them.
+__device__ __forceinline__ void FenceGpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Adds 1 if `valid`.
+__device__ __forceinline__ void CountOne(bool valid, int32_t* target) {
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      "setp.ne.b32 valid, %0, 0;\n"
+      "@valid red.relaxed.gpu.global.add.s32 [%1], 1;\n"
+      "}\n" ::"r"(static_cast<int32_t>(valid)),
+      "l"(target)
+      : "memory");
 }
 
 }  // namespace dualkv::cuda::ptx
