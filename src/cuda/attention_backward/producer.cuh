@@ -222,10 +222,10 @@ class Producer {
           ptx::CopyWord(&memory_.lse[stage.index][p], params_.lse + row, valid);
           ptx::CopyWord(&memory_.delta[stage.index][p], params_.delta + row, valid);
         }
-        ptx::ArriveAfterCopies(&memory_.queries_full[stage.index]);
         if (step.flags & Step::kMasked) {
           NoteVisible(item, step, memory_.visible[stage.index]);
         }
+        ptx::ArriveAfterCopies(&memory_.queries_full[stage.index]);
         __syncwarp();
         if (ptx::FreshLane() == 0) {
           ptx::MbarrierArrive(&memory_.queries_full[stage.index]);

@@ -51,7 +51,7 @@ class Reducer {
     RingPosition<kScoreBuffers> buffer = {step_ % kScoreBuffers, step_ / kScoreBuffers % 2};
     ptx::MbarrierWait(&memory_.dscores_full[buffer.index], buffer.parity);
     float* dq = nullptr;
-    int32_t rows = 0, visits = 0;  // that the query tile has had
+    int32_t rows = 0, visits = 0;  // that the query tile has had, times kReducerWarps
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       float sums[32];
@@ -73,7 +73,8 @@ class Reducer {
       ptx::WgmmaWait<0>();
       ptx::Pin(sums);
       if (piece == 0 && params_.turns != nullptr) {
-        while (visits != kReducerWarps * visit.turn) {
+        // Not until it is equal: other warps of this block may have counted already.
+        while (__any_sync(0xffffffff, visits < kReducerWarps * visit.turn)) {
           visits = ptx::LoadAcquire(turn_begun_);
         }
       }
