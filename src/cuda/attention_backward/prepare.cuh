@@ -25,7 +25,8 @@ struct PrepareParams {
 };
 
 // Of each row and head: lse as the kernel takes it, and delta = sum over d of out * dout, less dlse. dq and
-// the counters become 0. A row and head take a lane for each 8 columns.
+// the counters become 0. A row and head take a lane for each 8 columns. It reads and writes as many bytes,
+// which memory does faster by turns than one after the other.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
   constexpr int kLanes = kHeadDim / 8;
@@ -34,14 +35,11 @@ __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
   for (int64_t i = thread; i < params.num_counters; i += threads) {
     params.counters[i] = 0;
   }
-  const int64_t quads = params.row_pitch * (params.num_heads / params.packed) * kHeadDim / 4;
-  for (int64_t i = thread; i < quads; i += threads) {
-    reinterpret_cast<float4*>(params.dq)[i] = float4{0, 0, 0, 0};
-  }
   const int32_t lane = threadIdx.x % kLanes;
-  // All lanes of a warp go on as long as one does: they add up together.
   const int64_t count = static_cast<int64_t>(params.query_rows) * params.num_heads;
-  for (int64_t first = (thread & -32) / kLanes; first < count; first += threads / kLanes) {
+  const int64_t accumulated = params.row_pitch * (params.num_heads / params.packed);  // count, rounded up
+  // All lanes of a warp go on as long as one does: they add up together.
+  for (int64_t first = (thread & -32) / kLanes; first < accumulated; first += threads / kLanes) {
     const int64_t index = first + threadIdx.x % 32 / kLanes;
     const int64_t row = index / params.num_heads;
     const auto head = static_cast<int32_t>(index % params.num_heads);
@@ -59,6 +57,8 @@ __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
         sum = fmaf(x.y, y.y, fmaf(x.x, y.x, sum));
       }
     }
+    auto* zeros = reinterpret_cast<float4*>(params.dq) + 2 * kLanes * first + threadIdx.x % 32;
+    zeros[0] = zeros[32] = float4{0, 0, 0, 0};
 #pragma unroll
     for (int bit = 1; bit < kLanes; bit *= 2) {
       sum += __shfl_xor_sync(0xffffffff, sum, bit);
@@ -104,27 +104,37 @@ __global__ void __launch_bounds__(256) Finish(const FinishParams params) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
 
-  // Sixteen columns of dq at a time.
-  const int32_t blocks = (params.head_dim + 15) / 16;
-  const int64_t count = static_cast<int64_t>(params.query_rows) * params.num_heads * blocks;
-  for (int64_t i = thread; i < count; i += threads) {
-    const auto block = static_cast<int32_t>(i % blocks);
-    const auto head = static_cast<int32_t>(i / blocks % params.num_heads);
-    const int64_t row = i / blocks / params.num_heads;
-    float low[8] = {}, high[8] = {};
-    const int64_t source_row =
-        head / params.packed * params.row_pitch + row * params.packed + head % params.packed;
-    const auto* source = reinterpret_cast<const float4*>(
-        params.accumulated + AccumulatedRow(source_row, 0, kHeadDim) + kBlockFloats * block);
+  // A warp takes 8 rows and 64 columns of what has accumulated, four blocks, and a lane a quad of each. Lanes
+  // that are neighbours swap halves of their quads: then each has four columns that are neighbours.
+  const int64_t pitch = params.row_pitch / 8;
+  const int32_t boxes = (params.head_dim + 63) / 64;
+  const int64_t count = params.num_heads / params.packed * pitch * boxes;
+  const int32_t lane = threadIdx.x % 32, quad = lane % 4;
+  for (int64_t i = thread / 32; i < count; i += threads / 32) {
+    const auto box = static_cast<int32_t>(i % boxes);
+    const int64_t group = i / boxes;
+    const auto pack = static_cast<int32_t>(group / pitch);
+    const int64_t packed_row = group % pitch * 8 + lane / 4;
+    const int64_t row = packed_row / params.packed;
+    const int32_t head = pack * params.packed + static_cast<int32_t>(packed_row % params.packed);
+    const float4* source = reinterpret_cast<const float4*>(params.accumulated) +
+                           (group * (kHeadDim / 16) + 4 * box) * (kBlockFloats / 4) + lane;
+    float4 quads[4];
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      const float4 x = source[q];
-      low[2 * q] = x.x, low[2 * q + 1] = x.y, high[2 * q] = x.z, high[2 * q + 1] = x.w;
+    for (int block = 0; block < 4; ++block) {
+      quads[block] = source[block * (kBlockFloats / 4)];
     }
-    auto* dq = reinterpret_cast<uint4*>(RowOf<Element>(params.dq, row, head) + 16 * block);
-    dq[0] = Pack8<Element>(low, params.scale);
-    if (16 * block + 8 < params.head_dim) {
-      dq[1] = Pack8<Element>(high, params.scale);
+    Element* dq = RowOf<Element>(params.dq, row, head);
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      const float4 x = quads[block];
+      const uint32_t low = ptx::Pack<Element>(x.x * params.scale, x.y * params.scale);
+      const uint32_t high = ptx::Pack<Element>(x.z * params.scale, x.w * params.scale);
+      const uint32_t other = __shfl_xor_sync(0xffffffff, quad % 2 ? low : high, 1);
+      const int32_t column = 64 * box + 16 * block + quad % 2 * 8 + quad / 2 * 4;
+      if (row < params.query_rows && column < params.head_dim) {
+        *reinterpret_cast<uint2*>(dq + column) = quad % 2 ? uint2{other, high} : uint2{low, other};
+      }
     }
   }
 
