@@ -82,7 +82,9 @@ struct SharedMemory {
   static constexpr int kBoxes = kHeadDim / 64;  // a row of a box is the 128 bytes that the swizzle works on
   static constexpr int kRows = kQueryTile<kHeadDim>;
   static constexpr int kStages = attention_backward::kStages<kHeadDim>;
-  static constexpr int kVisits = kStages + kScoreBuffers;  // noted down with the steps; the reducer is behind
+  static constexpr int kVisits = 8;  // noted down with the steps, which the reducer is behind
+
+  static_assert(kVisits >= kStages + kScoreBuffers);
 
   alignas(1024) Element keys[kBoxes][kKeyTile][64];
   alignas(1024) Element values[kBoxes][kKeyTile][64];
@@ -99,7 +101,7 @@ struct SharedMemory {
   Item items[kItems];
   int32_t zero;  // always; see Reducer::Add
   ptx::Mbarrier items_full[kItems], items_empty[kItems], next_item_due;
-  ptx::Mbarrier keys_full[1], keys_empty[1], values_empty[1];  // full: the values too
+  ptx::Mbarrier keys_full[1], keys_empty[1];
   ptx::Mbarrier steps_full[kStages], queries_full[kStages], queries_empty[kStages];
   ptx::Mbarrier dscores_full[kScoreBuffers], dscores_empty[kScoreBuffers];
   std::byte end;  // what is allocated: its size is rounded up by the alignment

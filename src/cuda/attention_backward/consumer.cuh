@@ -56,7 +56,7 @@ class Consumer {
       dkeys[i] = dvalues[i] = 0.0f;
     }
     if (steps == 0) {  // no row sees these keys
-      ReleaseKeys();
+      Release(memory_.keys_empty, keys_, ptx::FreshLane());
       return;
     }
     bool masked = WaitQueries(queries_);
@@ -112,22 +112,13 @@ class Consumer {
       ptx::WgmmaWait<1>();
     }
     HandOver();
-    ReleaseKeys();
+    Release(memory_.keys_empty, keys_, ptx::FreshLane());
     ptx::WgmmaFence();
     MultiplyTransposed(dkeys, dscores, memory_.queries[queries_.index]);
     ptx::WgmmaCommit();
     ptx::WgmmaWait<0>();
     ptx::Pin(dkeys);
     Release(memory_.queries_empty, queries_, ptx::FreshLane());
-  }
-
-  // And values, as far as this warp is concerned. One lane for both would cost registers.
-  __device__ __forceinline__ void ReleaseKeys() {
-    __syncwarp();
-    if (const int32_t lane = ptx::FreshLane(); lane < 2) {
-      ptx::MbarrierArrive(lane == 0 ? &memory_.keys_empty[0] : &memory_.values_empty[0]);
-    }
-    keys_.Next();
   }
 
   // Of a step; returns whether it is masked. Votes, as the compiler knows that they are the same for all

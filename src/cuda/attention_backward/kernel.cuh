@@ -32,7 +32,6 @@ __global__ void __launch_bounds__(kThreads, 1) Kernel(const __grid_constant__ Pa
     ptx::MbarrierInit(&memory.next_item_due, 1);
     init(memory.keys_full, 1);
     init(memory.keys_empty, kConsumerWarps + kReducerWarps);
-    init(memory.values_empty, kConsumerWarps);
     init(memory.steps_full, 1);
     init(memory.queries_full, 1 + 1 + 32);  // each lane of the warp that copies rows, for words on their way
     init(memory.queries_empty, kConsumerWarps);

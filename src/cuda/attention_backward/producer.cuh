@@ -54,21 +54,15 @@ class Producer {
       if (item.kv_head < 0) {
         return;
       }
-      // The values go first: the reducer needs the keys for longer.
-      ptx::MbarrierWait(&memory_.values_empty[0], n % 2 ^ 1);
-      ptx::MbarrierArriveExpect(&memory_.keys_full[0], sizeof(memory_.keys) + sizeof(memory_.values));
-      CopyTile(memory_.values, params_.values, item);
       ptx::MbarrierWait(&memory_.keys_empty[0], n % 2 ^ 1);
-      CopyTile(memory_.keys, params_.keys, item);
-    }
-  }
-
-  // Keys or values of an item.
-  template <class Boxes>
-  __device__ __forceinline__ void CopyTile(Boxes& boxes, const CUtensorMap& map, const Item& item) {
+      ptx::MbarrierArriveExpect(&memory_.keys_full[0], sizeof(memory_.keys) + sizeof(memory_.values));
 #pragma unroll 1
-    for (int box = 0; box < Memory::kBoxes; ++box) {
-      ptx::TensorCopy3d(boxes[box], &map, &memory_.keys_full[0], 64 * box, item.kv_head, item.tile.begin);
+      for (int box = 0; box < Memory::kBoxes; ++box) {
+        ptx::TensorCopy3d(memory_.keys[box], &params_.keys, &memory_.keys_full[0], 64 * box, item.kv_head,
+                          item.tile.begin);
+        ptx::TensorCopy3d(memory_.values[box], &params_.values, &memory_.keys_full[0], 64 * box, item.kv_head,
+                          item.tile.begin);
+      }
     }
   }
 
@@ -129,7 +123,7 @@ class Producer {
   // Notes down the steps of each item. One thread calls.
   __device__ __forceinline__ void WalkPlan() {
     RingPosition<Memory::kStages> stage;
-    RingPosition<Memory::kVisits> visit;
+    uint32_t visit = 0;
     ForItems([&](const Item& item) {
       Place place = {.run = {},  // so the first step is at the beginning of a run
                      .run_index = item.ascending ? item.tile.run_end - 1 : item.tile.run_begin,
@@ -139,10 +133,10 @@ class Producer {
       for (int32_t steps = item.steps; steps > 0; --steps) {
         Advance(item, place);
         ptx::MbarrierWait(&memory_.queries_empty[stage.index], stage.parity ^ 1);
-        NoteDown(item, place, memory_.steps[stage.index], memory_.visits[visit.index]);
+        NoteDown(item, place, memory_.steps[stage.index], memory_.visits[visit % Memory::kVisits]);
         ptx::MbarrierArrive(&memory_.steps_full[stage.index]);
         stage.Next();
-        visit.Next();
+        ++visit;
       }
     });
   }
@@ -211,7 +205,7 @@ class Producer {
   // Copies what there is for each row of each step. A warp calls.
   __device__ __forceinline__ void CopyRows() {
     RingPosition<Memory::kStages> stage;
-    RingPosition<Memory::kVisits> visit;
+    uint32_t visit = 0;
     ForItems([&](const Item& item) {
 #pragma unroll 1
       for (int32_t steps = item.steps; steps > 0; --steps) {
@@ -220,7 +214,7 @@ class Producer {
         // next is plain to see, for race checkers too.
         ptx::MbarrierWait(&memory_.queries_empty[stage.index], stage.parity ^ 1);
         const Step& step = memory_.steps[stage.index];
-        const int64_t first_row = memory_.visits[visit.index].first_row;
+        const int64_t first_row = memory_.visits[visit % Memory::kVisits].first_row;
 #pragma unroll 1
         for (int32_t p = ptx::FreshLane(); p < kRows; p += 32) {
           const bool valid = p < step.rows;
@@ -237,7 +231,7 @@ class Producer {
           ptx::MbarrierArrive(&memory_.queries_full[stage.index]);
         }
         stage.Next();
-        visit.Next();
+        ++visit;
       }
     });
   }

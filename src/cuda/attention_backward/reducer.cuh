@@ -31,25 +31,23 @@ class Reducer {
       }
       // For an item without steps too: it must not let keys go that have not come.
       ptx::MbarrierWait(&memory_.keys_full[0], n % 2);
-      int32_t steps = ForAllLanes(item.steps, ptx::FreshLane());
-      if (steps == 0) {
-        ReleaseKeys();
-      }
 #pragma unroll 1
-      for (; steps > 0; --steps) {
-        AddQueryGradients(steps == 1);
+      for (int32_t steps = ForAllLanes(item.steps, ptx::FreshLane()); steps > 0; --steps) {
+        AddQueryGradients();
       }
       if (params_.turns != nullptr) {
         EndTurn();
       }
+      RingPosition<1> keys;
+      Release(memory_.keys_empty, keys, ptx::FreshLane());
       RingPosition<kItems> done = {n % kItems, 0};
       Release(memory_.items_empty, done, ptx::FreshLane());
     }
   }
 
  private:
-  // Of the next step whose dscores are ready. The item's last lets the keys go.
-  __device__ __forceinline__ void AddQueryGradients(bool last) {
+  // Of the next step whose dscores are ready.
+  __device__ __forceinline__ void AddQueryGradients() {
     RingPosition<kScoreBuffers> buffer = {step_ % kScoreBuffers, step_ / kScoreBuffers % 2};
     ptx::MbarrierWait(&memory_.dscores_full[buffer.index], buffer.parity);
     float* dq = nullptr;
@@ -61,7 +59,7 @@ class Reducer {
       Multiply(sums, memory_.dscores[buffer.index][piece / Memory::kBoxes],
                memory_.keys[piece % Memory::kBoxes]);
       ptx::WgmmaCommit();
-      const Visit& visit = memory_.visits[visit_.index];
+      const Visit& visit = memory_.visits[step_ % Memory::kVisits];
       if (piece == 0) {
         const uint32_t thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
         dq = params_.dq + AccumulatedRow(visit.first_row, row, kHeadDim) + thread % 4 * 4;
@@ -82,21 +80,12 @@ class Reducer {
       }
       if (piece == kPieces - 1) {
         Release(memory_.dscores_empty, buffer, ptx::FreshLane());
-        if (last) {
-          ReleaseKeys();
-        }
       }
       constexpr int kRowPiece = 64 * kHeadDim, kColumnPiece = 4 * kBlockFloats;
       Add(dq + piece / Memory::kBoxes * kRowPiece + piece % Memory::kBoxes * kColumnPiece,
           rows - 64 * (piece / Memory::kBoxes), sums);
     }
     ++step_;
-    visit_.Next();
-  }
-
-  __device__ __forceinline__ void ReleaseKeys() {
-    RingPosition<1> keys;
-    Release(memory_.keys_empty, keys, ptx::FreshLane());
   }
 
   // sums [64 rows, 64 columns] = dscores [keys, 64 rows] transposed times keys [keys, 64 columns]
@@ -150,7 +139,6 @@ class Reducer {
   Memory& memory_;
   const int32_t* const zero_;
   uint32_t step_ = 0;
-  RingPosition<Memory::kVisits> visit_;
   int32_t* turn_begun_ = nullptr;  // the counter of the turn that has not ended yet
 };
 
