@@ -8,7 +8,8 @@
 The first measures forward and backward, the second the forward alone, without gradients, and the third what Table 1
 of the paper measures. Every result, gradients too, is compared with that of the first, dualkv, before it is timed.
 Peers take turns: in each round all of them run for some milliseconds, a matrix product of 8192^3 too, whose rate is
-the card's own; times are medians of the rounds. A peer that takes longer than SLOW_MS is timed once, after one call
+the card's own; times are medians of the rounds. Each round has an order of its own, as the card's clock depends on what
+ran before. A peer that takes longer than SLOW_MS is timed once, after one call
 to warm up. bench/attention_cpu.py is the comparison on a CPU.
 """
 
@@ -20,6 +21,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import random
 import statistics
 import time
 from pathlib import Path
@@ -31,7 +33,7 @@ from checkout import checked_out_commit
 
 BLOCK_MS = 20  # a peer's turn in a round, for each pass
 BATCH_MS = 2000  # all rounds of a batch
-ROUNDS = range(3, 12)  # as many as fit in BATCH_MS
+ROUNDS = range(5, 12)  # as many as fit in BATCH_MS
 SLOW_MS = 300
 LARGEST_DIFFERENCE = 0.03  # of the norm; bf16 has 8 bits
 GRADIENT_ROWS = 16  # whose norm is taken together: a single row's gradient may be 0
@@ -60,9 +62,11 @@ def take_turns(functions: dict, first_ms: dict | None = None) -> dict:
     round_ms = sum(calls[name] * first_ms[name] for name in functions)
     rounds = min(max(int(BATCH_MS / round_ms), ROUNDS.start), ROUNDS.stop - 1)
     times = {name: [] for name in functions}
+    order, shuffled = list(functions), random.Random(0)
     for _ in range(rounds):
-        for name, function in functions.items():
-            times[name].append(block_ms(function, calls[name]))
+        shuffled.shuffle(order)
+        for name in order:
+            times[name].append(block_ms(functions[name], calls[name]))
     return {name: statistics.median(ms) for name, ms in times.items()}
 
 

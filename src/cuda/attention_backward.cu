@@ -111,7 +111,7 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
                                  .exponents = workspace.exponents,
                                  .delta = workspace.delta,
                                  .row_pitch = workspace.row_pitch,
-                                 .dq = workspace.dq,
+                                 .dq = params.deterministic ? nullptr : workspace.dq,
                                  .counters = workspace.next_item,
                                  .num_counters = workspace.num_counters,
                                  .query_rows = query_rows,
@@ -144,6 +144,7 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
                        .softcap = MakeSoftcap(forward)};
   const FinishParams finish = {.plan = image,
                                .accumulated = workspace.dq,
+                               .exponents = workspace.exponents,
                                .partials = workspace.partials,
                                .dq = params.dq,
                                .dk = params.dk,

@@ -15,7 +15,7 @@ struct PrepareParams {
   float* exponents;    // [H / packed, row_pitch]: lse in the units of base-2 exponents
   float* delta;        // [H / packed, row_pitch]; rows are pairs of a query row and a packed head
   int64_t row_pitch;   // query_rows * packed, rounded up
-  float* dq;           // [H * row_pitch / packed, kernel's D], see AccumulatedRow
+  float* dq;           // [H * row_pitch / packed, kernel's D], see AccumulatedRow; set to 0, or null
   int32_t* counters;   // set to 0
   int64_t num_counters;
   int32_t query_rows;
@@ -57,8 +57,10 @@ __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
         sum = fmaf(x.y, y.y, fmaf(x.x, y.x, sum));
       }
     }
-    auto* zeros = reinterpret_cast<float4*>(params.dq) + 2 * kLanes * first + threadIdx.x % 32;
-    zeros[0] = zeros[32] = float4{0, 0, 0, 0};
+    if (params.dq != nullptr) {
+      auto* zeros = reinterpret_cast<float4*>(params.dq) + 2 * kLanes * first + threadIdx.x % 32;
+      zeros[0] = zeros[32] = float4{0, 0, 0, 0};
+    }
 #pragma unroll
     for (int bit = 1; bit < kLanes; bit *= 2) {
       sum += __shfl_xor_sync(0xffffffff, sum, bit);
@@ -76,6 +78,7 @@ __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
 struct FinishParams {
   const core::PlanImageHeader* plan;
   const float* accumulated;  // dq, see AccumulatedRow
+  const float* exponents;    // [H / packed, row_pitch]: -infinity for rows that are no queries
   const float* partials;     // [num_partials, Hk, 2, kKeyTile, kernel's D]
   dualkv_tensor dq;          // [query_rows, H, D]
   dualkv_tensor dk;          // [key_rows, Hk, D]
@@ -124,10 +127,12 @@ __global__ void __launch_bounds__(256) Finish(const FinishParams params) {
     for (int block = 0; block < 4; ++block) {
       quads[block] = source[block * (kBlockFloats / 4)];
     }
+    // Visits that take turns have not written rows that are no queries.
+    const bool query = params.exponents[8 * group + lane / 4] != -INFINITY;
     Element* dq = RowOf<Element>(params.dq, row, head);
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
-      const float4 x = quads[block];
+      const float4 x = query ? quads[block] : float4{0, 0, 0, 0};
       const uint32_t low = ptx::Pack<Element>(x.x * params.scale, x.y * params.scale);
       const uint32_t high = ptx::Pack<Element>(x.z * params.scale, x.w * params.scale);
       const uint32_t other = __shfl_xor_sync(0xffffffff, quad % 2 ? low : high, 1);

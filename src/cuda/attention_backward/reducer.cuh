@@ -52,6 +52,7 @@ class Reducer {
     ptx::MbarrierWait(&memory_.dscores_full[buffer.index], buffer.parity);
     float* dq = nullptr;
     int32_t rows = 0, visits = 0;  // that the query tile has had, times kReducerWarps
+    bool first = false;            // it has had none, and its sums are not there yet
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       float sums[32];
@@ -68,6 +69,7 @@ class Reducer {
           visits = ptx::LoadRelaxed(params_.turns + visit.first_row);
           EndTurn();
           turn_begun_ = params_.turns + visit.first_row;
+          first = visit.turn == 0;
         }
       }
       ptx::WgmmaWait<0>();
@@ -82,8 +84,13 @@ class Reducer {
         Release(memory_.dscores_empty, buffer, ptx::FreshLane());
       }
       constexpr int kRowPiece = 64 * kHeadDim, kColumnPiece = 4 * kBlockFloats;
-      Add(dq + piece / Memory::kBoxes * kRowPiece + piece % Memory::kBoxes * kColumnPiece,
-          rows - 64 * (piece / Memory::kBoxes), sums);
+      float* target = dq + piece / Memory::kBoxes * kRowPiece + piece % Memory::kBoxes * kColumnPiece;
+      const int32_t left = rows - 64 * (piece / Memory::kBoxes);
+      if (first) {
+        Store(target, left, sums);
+      } else {
+        Add(target, left, sums);
+      }
     }
     ++step_;
   }
@@ -100,28 +107,43 @@ class Reducer {
     }
   }
 
-  // To the rows at dq and 8 further on; `rows` are left from the first on.
+  // The rows at dq and 8 further on become the sums; `rows` are left from the first on.
+  __device__ __forceinline__ void Store(float* dq, int32_t rows, const float (&sums)[32]) {
+    ForQuads(dq, rows, sums, [](float* target, float4 quad, int) { ptx::StoreRelaxed(target, quad); });
+  }
+
+  // The same, but the sums are added to the rows.
   //
   // Two additions at a time: more would fill the queue that the consumers' loads and stores go through as
   // well. A word that is read behind two of them comes when they have left it, and the next address needs it.
   __device__ __forceinline__ void Add(float* dq, int32_t rows, const float (&sums)[32]) {
     int32_t zero = 0;
+    ForQuads(dq, rows, sums, [&](float* target, float4 quad, int index) {
+      if (index % 2 == 0 && index > 0) {
+        zero = ptx::LoadInOrder(zero_);
+      }
+      ptx::ReduceAdd(target + zero, quad);
+    });
+  }
+
+  // Calls write(target, sums, index) for each four sums that go to neighbouring floats.
+  template <class Write>
+  __device__ __forceinline__ void ForQuads(float* dq, int32_t rows, const float (&sums)[32], Write write) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (8 * i < rows) {
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
-          if (block % 2 == 0 && i + block > 0) {
-            zero = ptx::LoadInOrder(zero_);
-          }
           const float* low = sums + 8 * block + 2 * i;
-          ptx::ReduceAdd(dq + zero + 8 * i * kHeadDim + kBlockFloats * block, low[0], low[1], low[4], low[5]);
+          write(dq + 8 * i * kHeadDim + kBlockFloats * block, float4{low[0], low[1], low[4], low[5]},
+                4 * i + block);
         }
       }
     }
   }
 
-  // Visits to a query tile and pack of heads take turns, if their order matters. Each warp waits for the
+  // Visits to a query tile and pack of heads take turns, if their order matters; the first stores what the
+  // others add to. Each warp waits for the
   // turn, and counts it when what it has added is there for all to see. Both take a while. So a turn does not
   // end behind its additions but behind the issue of the next step's first product, and then too the next
   // turn's count is looked at for the first time.

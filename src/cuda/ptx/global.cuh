@@ -5,10 +5,17 @@
 
 namespace dualkv::cuda::ptx {
 
-// Adds to four neighbouring floats, aligned to 16 bytes; each is added to by itself, in no order.
-__device__ __forceinline__ void ReduceAdd(float* target, float a, float b, float c, float d) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(a), "f"(b),
-               "f"(c), "f"(d)
+// Four neighbouring floats, aligned to 16 bytes.
+__device__ __forceinline__ void StoreRelaxed(float* target, float4 x) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x.x), "f"(x.y),
+               "f"(x.z), "f"(x.w)
+               : "memory");
+}
+
+// The same, but adds; to each by itself, in no order.
+__device__ __forceinline__ void ReduceAdd(float* target, float4 x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x.x), "f"(x.y),
+               "f"(x.z), "f"(x.w)
                : "memory");
 }
 
