@@ -104,20 +104,23 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
   const float scale = Narrow(forward.scale);
   const auto* lse = static_cast<const float*>(forward.lse);
 
-  const PrepareParams prepare = {.out = forward.out,
+  const PrepareParams prepare = {.plan = image,
+                                 .out = forward.out,
                                  .dout = params.dout,
                                  .lse = lse,
                                  .dlse = static_cast<const float*>(params.dlse),
                                  .exponents = workspace.exponents,
                                  .delta = workspace.delta,
                                  .row_pitch = workspace.row_pitch,
-                                 .dq = params.deterministic ? nullptr : workspace.dq,
+                                 .dq = workspace.dq,
                                  .counters = workspace.next_item,
                                  .num_counters = workspace.num_counters,
                                  .query_rows = query_rows,
+                                 .query_row_begin = query_row_begin,
                                  .num_heads = forward.num_heads,
                                  .head_dim = forward.head_dim,
-                                 .packed = packed};
+                                 .packed = packed,
+                                 .ordered = params.deterministic != 0};
   const Params main = {.queries = MapQueries(forward, forward.q, packed, rows_per_tile),
                        .douts = MapQueries(forward, params.dout, packed, rows_per_tile),
                        .keys = MapKeys(forward, forward.k, kKeyTile),
@@ -144,7 +147,6 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
                        .softcap = MakeSoftcap(forward)};
   const FinishParams finish = {.plan = image,
                                .accumulated = workspace.dq,
-                               .exponents = workspace.exponents,
                                .partials = workspace.partials,
                                .dq = params.dq,
                                .dk = params.dk,

@@ -2,12 +2,19 @@
 #pragma once
 
 #include "cuda/attention_backward/config.cuh"
+#include "cuda/cleared_rows.cuh"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/tensor.cuh"
 
 namespace dualkv::cuda::attention_backward {
 
+// The row of [H / packed, row_pitch] of a query row and a head.
+__device__ __forceinline__ int64_t PackedRow(int64_t row, int32_t head, int32_t packed, int64_t row_pitch) {
+  return head / packed * row_pitch + row * packed + head % packed;
+}
+
 struct PrepareParams {
+  const core::PlanImageHeader* plan;
   dualkv_tensor out;   // [query_rows, H, D]
   dualkv_tensor dout;  // [query_rows, H, D]
   const float* lse;    // [H, query_rows]
@@ -15,18 +22,21 @@ struct PrepareParams {
   float* exponents;    // [H / packed, row_pitch]: lse in the units of base-2 exponents
   float* delta;        // [H / packed, row_pitch]; rows are pairs of a query row and a packed head
   int64_t row_pitch;   // query_rows * packed, rounded up
-  float* dq;           // [H * row_pitch / packed, kernel's D], see AccumulatedRow; set to 0, or null
+  float* dq;           // [H * row_pitch / packed, kernel's D], see AccumulatedRow
   int32_t* counters;   // set to 0
   int64_t num_counters;
   int32_t query_rows;
+  int32_t query_row_begin;  // row of the forest that is the first of out, dout, lse and dq
   int32_t num_heads;
   int32_t head_dim;
   int32_t packed;
+  bool ordered;  // the first visit to a row stores dq, the others add
 };
 
-// Of each row and head: lse as the kernel takes it, and delta = sum over d of out * dout, less dlse. dq and
-// the counters become 0. A row and head take a lane for each 8 columns. It reads and writes as many bytes,
-// which memory does faster by turns than one after the other.
+// Of each row and head: lse as the kernel takes it, and delta = sum over d of out * dout, less dlse. Counters
+// become 0, and so does dq that visits add to, or that none of them writes. A row and head take a lane for
+// each 8 columns. It reads and writes as many bytes, which memory does faster by turns than one after the
+// other.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
   constexpr int kLanes = kHeadDim / 8;
@@ -57,7 +67,7 @@ __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
         sum = fmaf(x.y, y.y, fmaf(x.x, y.x, sum));
       }
     }
-    if (params.dq != nullptr) {
+    if (!params.ordered) {
       auto* zeros = reinterpret_cast<float4*>(params.dq) + 2 * kLanes * first + threadIdx.x % 32;
       zeros[0] = zeros[32] = float4{0, 0, 0, 0};
     }
@@ -67,18 +77,30 @@ __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
     }
     if (index < count && lane == 0) {
       const int64_t source = static_cast<int64_t>(head) * params.query_rows + row;
-      const int64_t target =
-          head / params.packed * params.row_pitch + row * params.packed + head % params.packed;
+      const int64_t target = PackedRow(row, head, params.packed, params.row_pitch);
       params.exponents[target] = params.lse[source] * kLog2E;
       params.delta[target] = params.dlse == nullptr ? sum : sum - params.dlse[source];
     }
   }
+  if (!params.ordered) {
+    return;
+  }
+  ForClearedRows(params.plan, params.query_row_begin, params.query_rows, [&](int64_t begin, int64_t end) {
+    constexpr int kQuads = kHeadDim / 4;
+    for (int64_t i = thread; i < (end - begin) * params.num_heads * kQuads; i += threads) {
+      const auto quad = static_cast<int32_t>(i % kQuads);
+      const auto head = static_cast<int32_t>(i / kQuads % params.num_heads);
+      const int64_t row =
+          PackedRow(begin + i / kQuads / params.num_heads, head, params.packed, params.row_pitch);
+      float* zeros = params.dq + AccumulatedRow(row, 0, kHeadDim) + quad / 4 * kBlockFloats + quad % 4 * 4;
+      *reinterpret_cast<float4*>(zeros) = float4{0, 0, 0, 0};
+    }
+  });
 }
 
 struct FinishParams {
   const core::PlanImageHeader* plan;
   const float* accumulated;  // dq, see AccumulatedRow
-  const float* exponents;    // [H / packed, row_pitch]: -infinity for rows that are no queries
   const float* partials;     // [num_partials, Hk, 2, kKeyTile, kernel's D]
   dualkv_tensor dq;          // [query_rows, H, D]
   dualkv_tensor dk;          // [key_rows, Hk, D]
@@ -127,12 +149,10 @@ __global__ void __launch_bounds__(256) Finish(const FinishParams params) {
     for (int block = 0; block < 4; ++block) {
       quads[block] = source[block * (kBlockFloats / 4)];
     }
-    // Visits that take turns have not written rows that are no queries.
-    const bool query = params.exponents[8 * group + lane / 4] != -INFINITY;
     Element* dq = RowOf<Element>(params.dq, row, head);
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
-      const float4 x = query ? quads[block] : float4{0, 0, 0, 0};
+      const float4 x = quads[block];
       const uint32_t low = ptx::Pack<Element>(x.x * params.scale, x.y * params.scale);
       const uint32_t high = ptx::Pack<Element>(x.z * params.scale, x.w * params.scale);
       const uint32_t other = __shfl_xor_sync(0xffffffff, quad % 2 ? low : high, 1);

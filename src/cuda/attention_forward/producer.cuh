@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/attention_forward/config.cuh"
+#include "cuda/cleared_rows.cuh"
 #include "cuda/packed_heads.h"
 #include "cuda/ptx/tensor_copy.cuh"
 #include "cuda/ring.cuh"
@@ -110,9 +111,9 @@ __device__ __forceinline__ void ProduceValues(const Params& params, SharedMemory
 template <class Element>
 __device__ __forceinline__ void ClearRows(const Params& params, int32_t warp, int32_t warps) {
   const int32_t lane = threadIdx.x % 32;
-  auto clear = [&](int32_t begin, int32_t end) {
+  ForClearedRows(params.plan, params.query_row_begin, params.query_rows, [&](int32_t begin, int32_t end) {
 #pragma unroll 1
-    for (int64_t row = int64_t{max(begin, 0)} + warp; row < min(end, params.query_rows); row += warps) {
+    for (int64_t row = int64_t{begin} + warp; row < end; row += warps) {
 #pragma unroll 1
       for (int32_t head = 0; head < params.num_heads; ++head) {
         if (lane < params.head_dim / 8) {
@@ -123,14 +124,7 @@ __device__ __forceinline__ void ClearRows(const Params& params, int32_t warp, in
         }
       }
     }
-  };
-  const core::PlanImageHeader& plan = *params.plan;
-  const auto* cleared = core::PartOfImage<core::Interval>(params.plan, plan.cleared);
-#pragma unroll 1
-  for (int32_t i = 0; i < plan.num_cleared; ++i) {
-    clear(cleared[i].begin - params.query_row_begin, cleared[i].end - params.query_row_begin);
-  }
-  clear(plan.total_tokens - params.query_row_begin, params.query_rows);
+  });
 }
 
 }  // namespace dualkv::cuda::attention_forward
