@@ -379,11 +379,8 @@ def largest(bench: Bench, model, make, measured: dict[int, dict]) -> dict:
     peaks = {count: record["update_allocated_bytes"] for count, record in measured.items()}
     seconds = max(record["update_s"] / count for count, record in measured.items())
     fails, tries, status = None, [], "ok"
-    for _ in range(LARGEST_TRIES):
-        count = next_micro_batch(peaks, fails, capacity)
-        if count is None:
-            break
-        if count * seconds > bench.remaining_s():
+    while (count := next_micro_batch(peaks, fails, capacity)) is not None:
+        if len(tries) == LARGEST_TRIES or count * seconds > bench.remaining_s():
             status = "skipped"
             break
         problem = Problem(bench.sizes, args.prompt, args.response, count)

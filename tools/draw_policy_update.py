@@ -118,10 +118,12 @@ def comparison_table(records: list[dict]) -> list[str]:
 
 
 def largest_table(records: list[dict]) -> list[str]:
-    rows = [
-        [record["side"], str(record.get("fits", "-")), str(record.get("out_of_memory") or "not reached")]
-        for record in part(records, "largest")
-    ]
+    rows = []
+    for record in part(records, "largest"):
+        fits = str(record.get("fits", "-"))
+        if record["status"] == "skipped":
+            fits += ", and what was not tried"
+        rows.append([record["side"], fits, str(record.get("out_of_memory") or "not reached")])
     return table(["side", "largest micro-batch that fits", "out of memory at"], rows) if rows else []
 
 

@@ -253,7 +253,8 @@ def test_the_largest_micro_batch_is_found_in_few_tries(fits, off):
     assert tries <= 4 or off != 1.0
 
 
-def test_the_largest_micro_batch_of_a_side(tmp_path, monkeypatch):
+@pytest.mark.parametrize("most_tries, status, out_of_memory", [(3, "ok", 39), (2, "skipped", 40)])
+def test_the_largest_micro_batch_of_a_side(tmp_path, monkeypatch, most_tries, status, out_of_memory):
     """With a device that has 40 bytes, and updates that take one for each response."""
 
     class Fake(Meter):
@@ -276,12 +277,13 @@ def test_the_largest_micro_batch_of_a_side(tmp_path, monkeypatch):
     count_of["now"] = 0
     monkeypatch.setattr(policy_update, "Meter", Fake)
     monkeypatch.setattr(policy_update, "update", limited)
+    monkeypatch.setattr(policy_update, "LARGEST_TRIES", most_tries)
     found = of_part(run("--parts", "policy", "largest", "--output", tmp_path / "out.json"), "largest")
     assert [record["side"] for record in found] == ["packed", "replicated"]
     for record in found:
-        assert (record["status"], record["fits"], record["out_of_memory"]) == ("ok", 38, 39)
+        assert (record["status"], record["fits"], record["out_of_memory"]) == (status, 38, out_of_memory)
         tries = [(tried["micro_batch"], tried["status"]) for tried in record["tries"]]
-        assert tries == [(40, "oom"), (38, "ok"), (39, "oom")]
+        assert tries == [(40, "oom"), (38, "ok"), (39, "oom")][:most_tries]
 
 
 def test_without_measured_memory_there_is_no_largest_micro_batch(records):
