@@ -7,10 +7,11 @@
 
 The first measures forward and backward, the second the forward alone, without gradients, and the third what Table 1
 of the paper measures. Every result, gradients too, is compared with that of the first, dualkv, before it is timed.
+
 Peers take turns: in each round all of them run for some milliseconds, a matrix product of 8192^3 too, whose rate is
-the card's own; times are medians of the rounds. Each round has an order of its own, as the card's clock depends on what
-ran before. A peer that takes longer than SLOW_MS is timed once, after one call
-to warm up. bench/attention_cpu.py is the comparison on a CPU.
+the card's own; times are medians of the rounds. Each round has an order of its own, as the card's clock depends on
+what ran before. A peer that takes longer than SLOW_MS is timed once, after one call to warm up.
+bench/attention_cpu.py is the comparison on a CPU.
 """
 
 from __future__ import annotations

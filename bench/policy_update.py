@@ -65,7 +65,7 @@ TINY_LENGTHS = {"micro_batches": [2, 4], "prompt": 24, "response": 8}
 
 WARMUP_LAYERS = 2
 COMPARED = ("layers.0.self_attn.k_proj", "layers.0.mlp.down_proj", "norm")  # their weights' gradients
-LARGEST_TRIES = 8
+LARGEST_TRIES = 10
 LARGEST_WITHIN = 0.04  # as a share, between the largest that fits and the smallest that does not
 
 
@@ -350,8 +350,8 @@ def measure_policy(bench: Bench) -> None:
 
 def next_micro_batch(peaks: dict[int, int], fails: int | None, capacity: int) -> int | None:
     """The micro-batch to try next: where a line through the peaks of the two largest that fit meets the
-    capacity, or a step before what fails, or, if the line is wrong by more than that, in the middle. None: what
-    fits and what fails are close enough.
+    capacity; a step before what fails, if that is less; or in the middle, if the line is wrong by more than a step.
+    It is a step above what fits, if there is room. None: what fits and what fails are close enough.
 
     peaks: bytes, by micro-batch that fits; fails: the smallest that does not; capacity: bytes."""
     fits = max(peaks)
@@ -363,7 +363,7 @@ def next_micro_batch(peaks: dict[int, int], fails: int | None, capacity: int) ->
     step = math.ceil(LARGEST_WITHIN * (fails or fits))
     if fails is not None:
         guess = min(guess, fails - step) if guess < fails + step else (fits + fails) // 2
-    return max(guess, fits + min(step, (fails or math.inf) - fits - 1))
+    return max(guess, fits + (step if fails is None else min(step, (fails - fits) // 2)))
 
 
 def largest(bench: Bench, model, make, measured: dict[int, dict]) -> dict:

@@ -122,7 +122,7 @@ def largest_table(records: list[dict]) -> list[str]:
     for record in part(records, "largest"):
         fits = str(record.get("fits", "-"))
         if record["status"] == "skipped":
-            fits += ", and what was not tried"
+            fits += "; the search was not finished"
         rows.append([record["side"], fits, str(record.get("out_of_memory") or "not reached")])
     return table(["side", "largest micro-batch that fits", "out of memory at"], rows) if rows else []
 

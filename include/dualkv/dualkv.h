@@ -202,8 +202,8 @@ DUALKV_API dualkv_status dualkv_plan_set_tiles(dualkv_plan_params* params, int32
 /* The image of a plan is what the kernels of a GPU read. It holds no addresses: write it to host memory, copy
  * it to device memory that is aligned to 16 bytes, and pass that as device_plan. A captured CUDA graph keeps
  * the address: it can be replayed with another plan of the same tile sizes and backward_parts whose image has
- * been copied there, and whose forest fits in the call's key_rows and in query_row_begin + query_rows; a
- * backward, only if it was captured with any_plan. */
+ * been copied there, whose forest fits in the call's key_rows and in query_row_begin + query_rows, and whose
+ * rows before query_row_begin are keys only; a backward, only if it was captured with any_plan. */
 DUALKV_API dualkv_status dualkv_plan_image_bytes(const dualkv_plan* plan, size_t* bytes);
 DUALKV_API dualkv_status dualkv_plan_write_image(const dualkv_plan* plan, void* image, size_t image_bytes);
 

@@ -120,7 +120,7 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
                                  .num_heads = forward.num_heads,
                                  .head_dim = forward.head_dim,
                                  .packed = packed,
-                                 .ordered = params.deterministic != 0};
+                                 .deterministic = params.deterministic != 0};
   const Params main = {.queries = MapQueries(forward, forward.q, packed, rows_per_tile),
                        .douts = MapQueries(forward, params.dout, packed, rows_per_tile),
                        .keys = MapKeys(forward, forward.k, kKeyTile),

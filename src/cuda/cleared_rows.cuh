@@ -6,7 +6,7 @@
 namespace dualkv::cuda {
 
 // Calls clear(begin, end) for rows of keys-only segments and past the forest. They are counted from
-// query_row_begin on, and are some of [0, query_rows).
+// query_row_begin on, and are some of [0, query_rows); end <= begin if they are none.
 template <class Clear>
 __device__ __forceinline__ void ForClearedRows(const core::PlanImageHeader* plan, int32_t query_row_begin,
                                                int32_t query_rows, Clear clear) {

@@ -236,9 +236,9 @@ def test_options_that_do_not_fit(arguments, message, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("fits", [16, 17, 29, 64, 200])
-@pytest.mark.parametrize("off", [0.9, 1.0, 1.1])
+@pytest.mark.parametrize("off", [0.9, 1.0, 1.1, 1.25, 2.0])
 def test_the_largest_micro_batch_is_found_in_few_tries(fits, off):
-    """Peaks lie on a line; memory ends a bit before or after it should."""
+    """Peaks lie on a line; memory ends a bit before it should, or some time before, or after."""
     peaks = {count: 30 + count for count in (4, 8, 16)}
     capacity, fails, tries = int(off * (30 + fits)), None, 0
     while (count := policy_update.next_micro_batch(peaks, fails, capacity)) is not None:
@@ -250,7 +250,7 @@ def test_the_largest_micro_batch_is_found_in_few_tries(fits, off):
             fails = count
     assert max(peaks) <= fits < fails
     assert fails - max(peaks) <= max(1, policy_update.LARGEST_WITHIN * max(peaks))
-    assert tries <= 4 or off != 1.0
+    assert tries <= (4 if off == 1.0 else policy_update.LARGEST_TRIES)
 
 
 @pytest.mark.parametrize("most_tries, status, out_of_memory", [(3, "ok", 39), (2, "skipped", 40)])

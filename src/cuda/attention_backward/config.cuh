@@ -62,7 +62,7 @@ struct alignas(16) Step {
   int32_t flags;
 };
 
-// What is added to dQ, and where; noted down with the step, and kept for longer.
+// What is added to dQ, or stored, and where; noted down with the step, and kept for longer.
 struct alignas(16) Visit {
   int64_t first_row;  // of dq, lse and delta
   int32_t rows;

@@ -30,13 +30,12 @@ struct PrepareParams {
   int32_t num_heads;
   int32_t head_dim;
   int32_t packed;
-  bool ordered;  // the first visit to a row stores dq, the others add
+  bool deterministic;  // the first visit to a row stores dq, the others add
 };
 
 // Of each row and head: lse as the kernel takes it, and delta = sum over d of out * dout, less dlse. Counters
 // become 0, and so does dq that visits add to, or that none of them writes. A row and head take a lane for
-// each 8 columns. It reads and writes as many bytes, which memory does faster by turns than one after the
-// other.
+// each 8 columns. As many bytes are set to 0 as are read, and both at the same time are faster.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
   constexpr int kLanes = kHeadDim / 8;
@@ -67,7 +66,7 @@ __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
         sum = fmaf(x.y, y.y, fmaf(x.x, y.x, sum));
       }
     }
-    if (!params.ordered) {
+    if (!params.deterministic) {
       auto* zeros = reinterpret_cast<float4*>(params.dq) + 2 * kLanes * first + threadIdx.x % 32;
       zeros[0] = zeros[32] = float4{0, 0, 0, 0};
     }
@@ -82,7 +81,7 @@ __global__ void __launch_bounds__(256) Prepare(const PrepareParams params) {
       params.delta[target] = params.dlse == nullptr ? sum : sum - params.dlse[source];
     }
   }
-  if (!params.ordered) {
+  if (!params.deterministic) {
     return;
   }
   ForClearedRows(params.plan, params.query_row_begin, params.query_rows, [&](int64_t begin, int64_t end) {
@@ -130,7 +129,8 @@ __global__ void __launch_bounds__(256) Finish(const FinishParams params) {
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
 
   // A warp takes 8 rows and 64 columns of what has accumulated, four blocks, and a lane a quad of each. Lanes
-  // that are neighbours swap halves of their quads: then each has four columns that are neighbours.
+  // that are neighbours swap halves of their quads: then each has four columns that are neighbours. The last
+  // rows of a pack may be nobody's, and hold anything.
   const int64_t pitch = params.row_pitch / 8;
   const int32_t boxes = (params.head_dim + 63) / 64;
   const int64_t count = params.num_heads / params.packed * pitch * boxes;

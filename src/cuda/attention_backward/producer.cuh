@@ -125,7 +125,7 @@ class Producer {
     RingPosition<Memory::kStages> stage;
     uint32_t visit = 0;
     ForItems([&](const Item& item) {
-      Place place = {.run = {},  // so the first step is at the beginning of a run
+      Place place = {.run = {},  // so that the first step takes one
                      .run_index = item.ascending ? item.tile.run_end - 1 : item.tile.run_begin,
                      .row = 0,
                      .pack = item.kv_head * params_.packs_per_kv_head - 1};

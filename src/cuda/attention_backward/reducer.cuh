@@ -1,5 +1,10 @@
 // The reducer warpgroup: computes dQ of each step from the consumers' dscores, and adds it to that of the
 // other blocks.
+//
+// Visits to a query tile and pack of heads take turns, if their order matters: the first stores what the
+// others add to. Each warp waits for the turn, and counts it when what it has added is there for all to see.
+// Both take a while. So a turn does not end behind its additions but behind the issue of the next step's
+// first product, and then too the next turn's count is looked at for the first time.
 #pragma once
 
 #include "cuda/attention_backward/config.cuh"
@@ -51,8 +56,9 @@ class Reducer {
     RingPosition<kScoreBuffers> buffer = {step_ % kScoreBuffers, step_ / kScoreBuffers % 2};
     ptx::MbarrierWait(&memory_.dscores_full[buffer.index], buffer.parity);
     float* dq = nullptr;
-    int32_t rows = 0, visits = 0;  // that the query tile has had, times kReducerWarps
-    bool first = false;            // it has had none, and its sums are not there yet
+    int32_t rows = 0;
+    int32_t visits = 0;  // that the query tile has had, times kReducerWarps
+    bool first = false;  // it has had none, and dq is not set yet
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       float sums[32];
@@ -107,7 +113,8 @@ class Reducer {
     }
   }
 
-  // The rows at dq and 8 further on become the sums; `rows` are left from the first on.
+  // The rows at dq and 8 further on become the sums; `rows` are left from the first on. Few visits are first,
+  // so this needs no pace.
   __device__ __forceinline__ void Store(float* dq, int32_t rows, const float (&sums)[32]) {
     ForQuads(dq, rows, sums, [](float* target, float4 quad, int) { ptx::StoreRelaxed(target, quad); });
   }
@@ -142,13 +149,7 @@ class Reducer {
     }
   }
 
-  // Visits to a query tile and pack of heads take turns, if their order matters; the first stores what the
-  // others add to. Each warp waits for the
-  // turn, and counts it when what it has added is there for all to see. Both take a while. So a turn does not
-  // end behind its additions but behind the issue of the next step's first product, and then too the next
-  // turn's count is looked at for the first time.
-  //
-  // Of the turn that began last, if it has not ended. The fence orders what the warp's lanes have added
+  // Ends the turn that began last, if it has not ended. The fence orders what the warp's lanes have added
   // before the count; and after the count that was looked at, what will be added.
   __device__ __forceinline__ void EndTurn() {
     __syncwarp();

@@ -5,14 +5,14 @@
 
 namespace dualkv::cuda::ptx {
 
-// Four neighbouring floats, aligned to 16 bytes.
+// Stores four neighbouring floats, aligned to 16 bytes.
 __device__ __forceinline__ void StoreRelaxed(float* target, float4 x) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x.x), "f"(x.y),
                "f"(x.z), "f"(x.w)
                : "memory");
 }
 
-// The same, but adds; to each by itself, in no order.
+// Adds to four neighbouring floats, aligned to 16 bytes; to each by itself, in no order.
 __device__ __forceinline__ void ReduceAdd(float* target, float4 x) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x.x), "f"(x.y),
                "f"(x.z), "f"(x.w)
