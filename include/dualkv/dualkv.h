@@ -401,9 +401,10 @@ typedef struct dualkv_step_schedule_view {
 
 /* Spreads the responses of groups over ranks and micro-batches, each exactly once. Groups stay whole, except
  * where max_tokens forces a cut, or where the slowest rank gains more by it than the repeated prompt costs
- * it. Every rank has the same number of micro-batches; one for which no response is left holds a single part,
- * the shortest prompt, without responses. Without responses there are no micro-batches. A response that does
- * not fit into max_tokens with its prompt is refused. The same input gives the same schedule. */
+ * it. Every rank has the same number of micro-batches; a rank that has too few, even with one for each group,
+ * has fillers at its end: a single part, the shortest prompt, without responses. Without responses there are
+ * no micro-batches. A response that does not fit into max_tokens with its prompt is refused. The same input
+ * gives the same schedule. */
 DUALKV_API dualkv_status dualkv_step_schedule_create(const dualkv_step_schedule_params* params,
                                                      dualkv_step_schedule** schedule);
 DUALKV_API void dualkv_step_schedule_destroy(dualkv_step_schedule* schedule);

@@ -20,11 +20,19 @@ class CostModel:
         token: cost of a row (token) in all layers.
         pair: cost of a visible pair, see `SegmentForest.visible_pairs`.
         target: cost of a response token's logits, on top of its row.
+
+    Raises:
+        ValueError: a cost is not 0 to 1e250.
     """
 
     token: float = 1.0
     pair: float = 0.0
     target: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("token", "pair", "target"):
+            if not 0 <= number(getattr(self, name), name) <= 1e250:
+                raise ValueError(f"{name} must be 0 to 1e250, got {getattr(self, name)}")
 
     @classmethod
     def from_dimensions(
@@ -49,7 +57,24 @@ class CostModel:
             vocab: size of the vocabulary; 0 if logits are not computed.
             backward: whether the backward pass is counted too: twice the forward, and 2.5 times for pairs,
                 whose scores it computes again.
+
+        Raises:
+            ValueError: a dimension is below 1, or the vocabulary below 0.
+            TypeError: one is not an integer.
         """
+        dimensions = dict(
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate=intermediate,
+            vocab=vocab,
+        )
+        for name, value in dimensions.items():
+            least = 0 if name == "vocab" else 1
+            if integer(value, name) < least:
+                raise ValueError(f"{name} must be >= {least}, got {value}")
         projections = hidden * head_dim * (2 * heads + 2 * kv_heads)
         token = 2.0 * layers * (projections + 3 * hidden * intermediate)
         pair = 4.0 * layers * heads * head_dim
@@ -82,7 +107,7 @@ class MicroBatch:
 
     @property
     def is_filler(self) -> bool:
-        """Whether no response was left for it: it is a prompt alone, so that its loss is 0."""
+        """Whether it only makes up the number of micro-batches: a prompt alone, so that its loss is 0."""
         return not any(responses for _, responses in self.parts)
 
     def take_groups(self, values) -> list:
@@ -133,16 +158,16 @@ def schedule(
     """Spreads the responses of groups over ranks and micro-batches, each exactly once.
 
     Groups stay whole, except where `max_tokens` forces a cut, or where the slowest rank gains more by it than
-    the repeated prompt costs it. Every rank has the same number of micro-batches. The same input gives the
-    same schedule, so each rank may make it for itself.
+    the repeated prompt costs it. Every rank has the same number of micro-batches; no group is cut for that.
+    The same input gives the same schedule, so each rank may make it for itself.
 
         for micro_batch in dualkv.schedule(...).ranks[rank]:
             batch = dualkv.pack(micro_batch.take_groups(prompts), micro_batch.take_responses(responses))
             advantages_here = micro_batch.take_responses(advantages)
 
-    A rank for which no response is left has fillers: the shortest prompt, without responses. Packed like any
-    other micro-batch, it has no targets; its loss is 0 and so are all gradients. Without any response there
-    are no micro-batches.
+    A rank that has too few micro-batches, even with one for each group, has fillers: the shortest prompt,
+    without responses. Packed like any other micro-batch, it has no targets; its loss is 0 and so are all
+    gradients. Without any response there are no micro-batches.
 
     Args:
         prompt_lengths: tokens of each group's prompt, [G].

@@ -118,11 +118,6 @@ double CostOf(const MicroBatch& micro_batch) {
                          [](double sum, const Piece& piece) { return sum + piece.cost; });
 }
 
-size_t ResponsesOf(const MicroBatch& micro_batch) {
-  return std::accumulate(micro_batch.begin(), micro_batch.end(), size_t{0},
-                         [](size_t sum, const Piece& piece) { return sum + piece.responses.size(); });
-}
-
 // Deals things out, each to the half that has cost less so far; neither half stays empty if there are two.
 template <class T, class Cost>
 std::pair<std::vector<T>, std::vector<T>> Deal(std::vector<T> things, Cost cost_of) {
@@ -136,7 +131,13 @@ std::pair<std::vector<T>, std::vector<T>> Deal(std::vector<T> things, Cost cost_
   return halves;
 }
 
-// Halves of a micro-batch with at least two responses: of its pieces, or of its only piece.
+// Whether a micro-batch can be halved without a prompt that comes twice.
+bool HalvesFreely(const Workload& work, const MicroBatch& micro_batch) {
+  return micro_batch.size() > 1 ||
+         (micro_batch[0].responses.size() > 1 && work.prompt_lengths[micro_batch[0].group] == 0);
+}
+
+// Halves of such a micro-batch: of its pieces, or of its only piece.
 std::pair<MicroBatch, MicroBatch> Halve(const Workload& work, MicroBatch whole) {
   if (whole.size() == 1) {
     const int64_t group = whole[0].group;
@@ -184,13 +185,14 @@ std::vector<MicroBatch> Pack(const Workload& work, std::vector<Piece> pieces, in
   return micro_batches;
 }
 
-// Halves the most expensive micro-batches until there are `count`, or only single responses are left.
+// Halves the most expensive micro-batches until there are `count`, or none is left that can be halved without
+// repeating a prompt.
 void HalveUntil(const Workload& work, int64_t count, std::vector<MicroBatch>& micro_batches) {
   while (static_cast<int64_t>(micro_batches.size()) < count) {
-    const auto heaviest = std::ranges::max_element(micro_batches, {}, [](const MicroBatch& micro_batch) {
-      return ResponsesOf(micro_batch) > 1 ? CostOf(micro_batch) : -1.0;
+    const auto heaviest = std::ranges::max_element(micro_batches, {}, [&](const MicroBatch& micro_batch) {
+      return HalvesFreely(work, micro_batch) ? CostOf(micro_batch) : -1.0;
     });
-    if (heaviest == micro_batches.end() || ResponsesOf(*heaviest) < 2) {
+    if (heaviest == micro_batches.end() || !HalvesFreely(work, *heaviest)) {
       return;
     }
     auto [first, second] = Halve(work, std::move(*heaviest));
@@ -199,8 +201,8 @@ void HalveUntil(const Workload& work, int64_t count, std::vector<MicroBatch>& mi
   }
 }
 
-// What a rank computes when no response is left for it: the shortest prompt that is not empty, if there is
-// one.
+// What a rank computes when it has no micro-batch left: the shortest prompt that is not empty, if there is
+// one. That costs no more than the prompt that halving a group would repeat.
 MicroBatch Filler(const Workload& work, std::span<const Piece> pieces) {
   const auto shortest = std::ranges::min_element(pieces, {}, [&](const Piece& piece) {
     const int64_t length = work.prompt_lengths[piece.group];

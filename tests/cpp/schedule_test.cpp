@@ -22,6 +22,7 @@ namespace {
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
+using ::testing::Property;
 
 struct Input {
   std::vector<Group> groups;
@@ -172,12 +173,17 @@ Scheduled Schedule(const Input& input) {
     EXPECT_LE(most - fewest, 1u);
   }
   for (size_t r = 0; r < scheduled.ranks.size(); ++r) {
+    SCOPED_TRACE(::testing::Message() << "rank " << r);
     const auto& rank = scheduled.ranks[r];
-    // A rank has a filler only if each of its responses has a micro-batch of its own.
-    if (std::ranges::count(rank, 0u, &MicroBatch::samples) > 0) {
-      EXPECT_THAT(rank, Each(::testing::Property(&MicroBatch::samples, ::testing::Le(1u)))) << "rank " << r;
-    } else {
-      EXPECT_TRUE(std::ranges::is_sorted(rank, std::ranges::greater{}, &MicroBatch::cost));
+    const auto fillers = std::ranges::find(rank, 0u, &MicroBatch::samples);
+    EXPECT_TRUE(std::ranges::is_sorted(rank.begin(), fillers, std::ranges::greater{}, &MicroBatch::cost));
+    EXPECT_TRUE(std::all_of(fillers, rank.end(), [](const MicroBatch& m) { return m.samples() == 0; }));
+    // A rank has a filler only if no micro-batch can be halved without a prompt that comes twice.
+    if (fillers != rank.end()) {
+      for (const MicroBatch& micro_batch : rank) {
+        EXPECT_EQ(micro_batch.parts.size(), 1u);
+        EXPECT_TRUE(micro_batch.samples() < 2 || input.groups[micro_batch.parts[0].group].prompt > 0);
+      }
     }
   }
   return scheduled;
@@ -281,14 +287,59 @@ TEST(Schedule, J7_RanksWithoutEnoughResponsesFillUp) {
   EXPECT_EQ(fillers, 3);
 }
 
-TEST(Schedule, AMicroBatchIsHalvedWhereAnotherRankNeedsMore) {
-  // The first group alone takes a rank, in one micro-batch; the others' rank needs two.
-  const Input input{.groups = {{2, {20, 20, 20}}, {40, {10}}, {3, {10}}}, .num_ranks = 2, .max_tokens = 62};
-  const Scheduled scheduled = Schedule(input);
+TEST(Schedule, AMicroBatchIsHalvedBetweenGroupsWhereAnotherRankNeedsMore) {
+  // 60 and 3 rows do not fit into one micro-batch; the other rank's 30 and 30 do.
+  const Scheduled scheduled =
+      Schedule({.groups = {{10, {50}}, {10, {20}}, {10, {20}}, {1, {2}}}, .num_ranks = 2, .max_tokens = 62});
+  EXPECT_THAT(scheduled.RankCosts(), ElementsAre(63, 60));
   for (const auto& rank : scheduled.ranks) {
-    ASSERT_EQ(rank.size(), 2u);
-    EXPECT_GT(rank[1].samples(), 0u);
+    EXPECT_THAT(rank, ElementsAre(Property(&MicroBatch::samples, 1u), Property(&MicroBatch::samples, 1u)));
   }
+}
+
+TEST(Schedule, J7_AGroupStaysWholeAndAFillerMakesUpTheNumber) {
+  // The first group alone takes a rank, in one micro-batch; the others' rank needs two.
+  const Scheduled scheduled = Schedule(
+      {.groups = {{30000, {100, 100}}, {100, {20000}}, {100, {20000}}}, .num_ranks = 2, .max_tokens = 32000});
+  EXPECT_THAT(scheduled.RankCosts(), ElementsAre(30300, 40200));
+  ASSERT_EQ(scheduled.ranks[0].size(), 2u);
+  EXPECT_EQ(scheduled.ranks[0][0].parts, (std::vector<Part>{{0, {0, 1}}}));
+  EXPECT_EQ(scheduled.ranks[0][1].parts, (std::vector<Part>{{1, {}}}));
+}
+
+TEST(Schedule, AGroupWithoutAPromptIsHalvedSinceNothingIsRepeated) {
+  const Scheduled scheduled =
+      Schedule({.groups = {{0, {20000, 20000, 20000}}, {40000, {10000}}, {3000, {7010}}},
+                .num_ranks = 2,
+                .max_tokens = 60005});
+  EXPECT_THAT(scheduled.RankCosts(), ElementsAre(60000, 60010));
+  for (const auto& rank : scheduled.ranks) {
+    EXPECT_THAT(rank, Each(Property(&MicroBatch::samples, ::testing::Ge(1u))));
+  }
+}
+
+TEST(Schedule, LongPromptsAreNotRepeatedForTheNumberOfMicroBatches) {
+  // Few groups for each rank, so that some ranks fill one micro-batch and others two.
+  double step = 0;
+  constexpr int kBatches = 40;
+  for (uint32_t seed = 0; seed < kBatches; ++seed) {
+    SCOPED_TRACE(::testing::Message() << "seed " << seed);
+    std::mt19937 engine(seed);
+    auto length = [&](double median, double spread) {
+      std::lognormal_distribution<double> distribution(std::log(median), spread);
+      return static_cast<int64_t>(std::clamp(distribution(engine), 1.0, 2 * median));
+    };
+    Input input{.groups = {}, .num_ranks = 8, .max_tokens = 40000, .target_cost = 0.09, .pair_cost = 4.9e-5};
+    for (int g = 0; g < 12; ++g) {
+      input.groups.push_back({length(8192, 0.3), {}});
+      for (int n = 0; n < 8; ++n) {
+        input.groups.back().responses.push_back(length(2048, 0.5));
+      }
+    }
+    const std::vector<double> costs = Schedule(input).RankCosts();
+    step += std::ranges::max(costs) * 8 / CostOf(input, input.groups) / kBatches;
+  }
+  EXPECT_LE(step, 1.11);
 }
 
 TEST(Schedule, J8_NothingToDo) {

@@ -96,6 +96,14 @@ def test_a_filler_is_a_prompt_without_responses():
     assert (filler.parts, filler.num_tokens, filler.is_filler) == ([(0, [])], 7, True)
 
 
+def test_J7_no_group_is_cut_for_the_number_of_micro_batches():
+    lengths = [30000, 100, 100], [[100, 100], [20000], [20000]]
+    schedule = dualkv.schedule(*lengths, num_ranks=2, max_tokens=32000)
+    assert schedule.rank_costs == [30300, 40200]
+    assert [m.parts for m in schedule.ranks[0]] == [[(0, [0, 1])], [(1, [])]]
+    assert [m.is_filler for m in schedule.ranks[0]] == [False, True]
+
+
 def test_J8_nothing_gives_no_micro_batches():
     for prompts, responses in ([], []), ([5, 6, 7], [[], [], []]):
         schedule = dualkv.schedule(prompts, responses, num_ranks=3, max_tokens=4)
@@ -128,8 +136,6 @@ def test_errors_name_the_argument_and_the_values():
         schedule([4, 4], [[6], [1.5]])
     with pytest.raises(TypeError, match=r"cost_model must be a dualkv.CostModel, got float"):
         schedule([4], [[6]], cost_model=1.0)
-    with pytest.raises(ValueError, match=r"pair_cost must be 0 to 1e250, got -1"):
-        schedule([4], [[6]], cost_model=dualkv.CostModel(pair=-1))
 
 
 def test_the_methods_of_the_benchmark_share_out_the_same_batch():
@@ -170,6 +176,23 @@ def test_flops_of_a_model():
     assert both == dualkv.CostModel(3 * forward.token, 3.5 * forward.pair, 3 * forward.target)
 
 
+def test_cost_models_refuse_bad_numbers_by_name():
+    for name in ("token", "pair", "target"):
+        for value in (float("nan"), -1, float("inf")):
+            with pytest.raises(ValueError, match=rf"^{name} must be 0 to 1e250, got {value}$"):
+                dualkv.CostModel(**{name: value})
+        with pytest.raises(TypeError, match=rf"^{name} must be a number, got str$"):
+            dualkv.CostModel(**{name: "1"})
+    dimensions = dict(hidden=8, layers=3, heads=4, kv_heads=2, head_dim=5, intermediate=11, vocab=0)
+    assert dualkv.CostModel.from_dimensions(**dimensions).target == 0
+    for name in dimensions:
+        least = 0 if name == "vocab" else 1
+        with pytest.raises(ValueError, match=rf"^{name} must be >= {least}, got {least - 1}$"):
+            dualkv.CostModel.from_dimensions(**{**dimensions, name: least - 1})
+        with pytest.raises(TypeError, match=rf"^{name} must be an integer, got float$"):
+            dualkv.CostModel.from_dimensions(**{**dimensions, name: 8.0})
+
+
 # ---------------------------------------------------------------------------------------------- memory model
 
 
@@ -179,10 +202,23 @@ def test_a_fit_finds_the_coefficients_and_its_error():
     model = dualkv.MemoryModel.fit(prompts, responses, memory)
     assert (model.base, model.prompt, model.response) == pytest.approx((5e9, 2e5, 3e5))
     assert model.error < 1e-9
-    noisy = dualkv.MemoryModel.fit(prompts, responses, [x * y for x, y in zip(memory, (1.02, 0.98, 1.01, 1))])
-    predicted = [noisy.predict(p, r) for p, r in zip(prompts, responses)]
-    errors = [abs(x / (y * z) - 1) for x, y, z in zip(predicted, memory, (1.02, 0.98, 1.01, 1))]
-    assert noisy.error == pytest.approx(max(errors)) and 0 < noisy.error < 0.03
+
+
+def test_the_error_of_a_fit_is_that_of_each_step_predicted_from_the_others():
+    # Four corners: what the others say of one is a plane through three, off by 3 at each.
+    model = dualkv.MemoryModel.fit([0, 10, 0, 10], [0, 0, 10, 10], [100, 120, 130, 153])
+    assert model.error == pytest.approx(3 / 100)
+    # Many steps: the textbook's residual / (1 - leverage), as no coefficient is negative.
+    random = np.random.default_rng(0)
+    prompts, responses = random.integers(100, 9000, 9), random.integers(1000, 30000, 9)
+    memory = (5e9 + 2e5 * prompts + 3e5 * responses) * random.uniform(0.98, 1.02, 9)
+    model = dualkv.MemoryModel.fit(prompts, responses, memory)
+    terms = np.stack([np.ones(9), prompts, responses], axis=1)
+    hat = terms @ np.linalg.pinv(terms)
+    left_out = (memory - hat @ memory) / (1 - np.diag(hat))
+    assert model.error == pytest.approx(np.abs(left_out / memory).max(), rel=1e-6)
+    fitted = [model.predict(p, r) / m - 1 for p, r, m in zip(prompts, responses, memory)]
+    assert model.error > np.abs(fitted).max()
 
 
 def test_a_coefficient_that_would_be_negative_is_0():
@@ -209,11 +245,29 @@ def test_memory_errors_name_the_argument_and_the_values():
         fit([1, 2, 3], [-1, 2, 3], [1, 2, 3])
     with pytest.raises(ValueError, match=r"memory must be > 0"):
         fit([1, 2, 3], [1, 2, 5], [0, 2, 3])
-    for prompts in ([7, 7, 7], [1, 2, 3]):  # one prompt, and prompts that follow the responses
+    # One prompt, prompts that follow the responses, and one step that alone tells of prompts.
+    for prompts in ([7, 7, 7, 7], [1, 2, 3, 4], [7, 7, 7, 9]):
         with pytest.raises(ValueError, match=r"must vary prompt_tokens and response_tokens independently"):
-            fit(prompts, [1, 2, 3], [4, 5, 6])
-    with pytest.raises(ValueError, match=r"independently"):
-        fit([], [], [])
+            fit(prompts, [1, 2, 3, 4], [4, 5, 6, 7])
+    # Three steps are fitted exactly, which says nothing.
+    for steps in (0, 3):
+        with pytest.raises(ValueError, match=rf"memory must have at least 4 entries, .* got {steps}$"):
+            fit([1, 2, 1][:steps], [1, 1, 2][:steps], [4, 5, 6][:steps])
+    with pytest.raises(ValueError, match=r"^base must be a finite number >= 0, got -1$"):
+        dualkv.MemoryModel(-1, 0.0, 0.0)
+    good = dualkv.MemoryModel(100.0, 1.0, 1.0)
+    for bad in (float("nan"), float("inf"), -1):
+        message = rf"must be a finite number >= 0, got {bad}$"
+        with pytest.raises(ValueError, match="^limit " + message):
+            good.max_responses(bad, 5, 5)
+        with pytest.raises(ValueError, match="^prompt_length " + message):
+            good.max_responses(200, bad, 5)
+        with pytest.raises(ValueError, match="^response_length " + message):
+            good.max_responses(200, 5, bad)
+        with pytest.raises(ValueError, match="^limit " + message):
+            good.max_tokens(bad)
+        with pytest.raises(ValueError, match="^prompt_tokens " + message):
+            good.predict(bad, 5)
     model = dualkv.MemoryModel(100.0, 0.0, 0.0)
     with pytest.raises(ValueError, match=r"a response must cost memory"):
         model.max_responses(200, 5, 5)
