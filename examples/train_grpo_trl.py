@@ -6,7 +6,9 @@ number and 0 for anything else; guessing gets less than 0.1. The model has rando
 
     python examples/train_grpo_trl.py                 # about a minute on a CPU
     python examples/train_grpo_trl.py --stock         # the same with TRL's own trainer
-    python examples/train_grpo_trl.py --device cuda   # needs the CUDA backward, which is not there yet
+    python examples/train_grpo_trl.py --device cuda   # in bf16, on an H100 or H200
+
+On other GPUs the prompts are replicated, as with --stock, and a warning says so.
 
 Exit status: 0 if the reward has risen, 1 if it has not, 2 for bad options.
 """
@@ -52,7 +54,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=5, help="prompts of a step")
     parser.add_argument("--responses", type=int, default=8, help="responses to each prompt")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: in bf16")
     parser.add_argument("--stock", action="store_true", help="TRL's own trainer, prompts replicated")
     return parser
 
@@ -69,7 +71,7 @@ def make_trainer(options, folder: str) -> trl.GRPOTrainer:
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
-        bf16=options.device == "cuda",
+        bf16=options.device == "cuda",  # the CUDA kernels take no fp32
         use_cpu=options.device == "cpu",
         seed=options.seed,
         logging_steps=10,

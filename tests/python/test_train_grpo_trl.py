@@ -26,6 +26,21 @@ def test_an_unchanged_reward_is_exit_status_1(threads):
     assert train_grpo_trl.main(["--steps", "10", "--stock"]) == 1
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_trains_in_bf16_and_a_cpu_in_fp32(monkeypatch, device):
+    class Stop(Exception):
+        pass
+
+    def config(**options):
+        assert options["bf16"] == (device == "cuda") and options["use_cpu"] == (device == "cpu")
+        raise Stop
+
+    monkeypatch.setattr(train_grpo_trl.trl, "GRPOConfig", config)
+    options = train_grpo_trl.argument_parser().parse_args(["--device", device])
+    with pytest.raises(Stop):
+        train_grpo_trl.make_trainer(options, "folder")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 trl = pytest.importorskip("trl")
 
+from dualkv.integrations import trl as integration  # noqa: E402
 from dualkv.integrations.trl import GRPOTrainer, group_rows, regroup  # noqa: E402
 from trl_runs import (  # noqa: E402
     RESPONSE,
@@ -106,6 +109,23 @@ def test_gradient_accumulation(qwen3, train_both, in_order):
     assert min(token_ratios(packed)) > 1.5
 
 
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
+def test_gradient_accumulation_over_micro_batches_of_other_rows(qwen3, train_both, loss):
+    """Stock micro-batches hold what TRL's shuffle gives them, packed ones whole groups."""
+    packed, stock = train_both(
+        qwen3,
+        loss_type=loss,
+        steps_per_generation=4,
+        gradient_accumulation_steps=4,
+        max_steps=4,
+        beta=0.1,
+        learning_rate=0.02,
+    )
+    assert_same_training(packed, stock, except_for=["entropy", "kl"])  # means over a micro-batch's tokens
+    entropies = [metrics_of(trainer)[0]["entropy"] for trainer in (packed, stock)]
+    assert abs(entropies[0] - entropies[1]) > 1e-4, "the rows of micro-batches are the same"
+
+
 def test_autocast(qwen3, train_both):
     packed, stock = train_both(qwen3, bf16=True, max_steps=3)
     assert_same_training(packed, stock, tolerance=0.03)
@@ -167,6 +187,36 @@ def test_evaluation(qwen3, tmp_path):
     assert packed["eval_loss"] == pytest.approx(stock["eval_loss"], abs=1e-6)
     assert packed["eval_entropy"] == pytest.approx(stock["eval_entropy"], rel=1e-5)
     assert packed["eval_dualkv/token_ratio"] > 1.5
+
+
+def test_the_logged_token_ratio_is_that_of_all_tokens(qwen3, tmp_path):
+    trainer = make_trainer(PackedTrainer, qwen3, tmp_path)
+
+    def compute(prompt, rows_share_it, **inputs):
+        """A pass of 4 rows, each a prompt of so many tokens and 4 of a response."""
+        ids = torch.full((4, prompt + 4), 5)
+        if not rows_share_it:
+            ids[:, 0] = torch.arange(5, 9)
+        mask = torch.ones_like(ids)
+        mask[:, -1] = 0  # padding is not counted
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 4, **inputs)
+
+    def logged():
+        trainer.log({})
+        return trainer.state.log_history[-1]
+
+    trainer.model.train()
+    compute(40, rows_share_it=False)
+    compute(5, rows_share_it=True)
+    trainer.model.eval()
+    compute(6, rows_share_it=True)
+    trainer.model.train()
+    assert logged()["dualkv/token_ratio"] == pytest.approx((4 * 43 + 4 * 8) / (4 * 43 + 5 + 4 * 3))
+    compute(5, rows_share_it=True)
+    compute(5, rows_share_it=True, token_type_ids=torch.zeros(4, 9, dtype=torch.long))  # runs as in TRL
+    assert logged()["dualkv/token_ratio"] == pytest.approx((4 * 8 + 4 * 8) / (5 + 4 * 3 + 4 * 8))
+    trainer.model.eval()
+    assert logged()["eval_dualkv/token_ratio"] == pytest.approx(4 * 9 / (6 + 4 * 3))
 
 
 def test_completions_that_are_masked_altogether(qwen3, tmp_path):
@@ -259,6 +309,54 @@ def test_other_adapters_run_as_in_trl(qwen3, tmp_path):
     assert_runs_as_in_trl(tmp_path, qwen3, "peft adapters of PromptTuningConfig", peft_config=prompt_tuning)
 
 
+def on_device(trainer, device: str, mixed_precision: str = "no", **args):
+    """What is asked about the trainer's device, as if it were another one."""
+    accelerator = SimpleNamespace(device=torch.device(device), mixed_precision=mixed_precision)
+    return SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(cast_lm_head_to_fp32=False, **args))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if there were a GPU of compute capability 9.0, and a build with kernels for it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(integration, "tile_sizes", lambda *arguments: ())
+    monkeypatch.setattr(integration, "require_products", lambda dtype: None)
+
+
+def refuse(*arguments):
+    raise NotImplementedError(f"refused {arguments}")
+
+
+def test_gpus_of_another_compute_capability_run_as_in_trl(qwen3, tmp_path, monkeypatch):
+    ask = integration._reason_against_device
+    monkeypatch.setattr(
+        integration,
+        "_reason_against_device",
+        lambda trainer, policy: ask(on_device(trainer, "cuda:0"), policy),
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert_runs_as_in_trl(tmp_path, qwen3, "need a GPU of compute capability 9.0, got 8.6")
+
+
+def test_what_the_cuda_kernels_cannot_run_has_a_reason(qwen3, tmp_path, hopper, monkeypatch):
+    trainer = make_trainer(PackedTrainer, qwen3, tmp_path)
+
+    def reason(*where):
+        return integration._reason_against_device(on_device(trainer, *where), trainer.model)
+
+    assert reason("cpu") is None
+    assert "device mps is not supported" in reason("mps")
+    assert "need bf16 or fp16 (bf16=True), got a training in torch.float32" in reason("cuda:0")
+    assert reason("cuda:0", "bf16") is None
+    assert reason("cuda:0", "fp16") is None
+    trainer.model.to(torch.bfloat16)
+    assert reason("cuda:0") is None
+    monkeypatch.setattr(integration, "require_products", refuse)
+    assert reason("cuda:0") == "refused (torch.bfloat16,)"
+    monkeypatch.setattr(integration, "tile_sizes", refuse)
+    assert reason("cuda:0") == "refused (1, 4, 2, 8)"
+
+
 def test_multimodal_inputs_run_as_in_trl(qwen3, tmp_path):
     packed, stock = (make_trainer(kind, qwen3, tmp_path) for kind in (PackedTrainer, StockTrainer))
     ids = torch.randint(3, VOCAB, (4, 9))
@@ -307,7 +405,35 @@ def test_nothing_to_share_is_packed_with_one_warning(qwen3, train_both, in_order
     assert set(token_ratios(trainers[0])) == {1.0}
 
 
+def test_nothing_to_share_in_an_evaluation_is_no_warning_and_hides_none(qwen3, tmp_path):
+    trainer = make_trainer(
+        PackedTrainer,
+        qwen3,
+        tmp_path,
+        per_device_train_batch_size=1,
+        steps_per_generation=4,
+        per_device_eval_batch_size=8,
+        num_generations_eval=1,
+        eval_dataset=make_prompts(),
+    )
+    assert warnings_of(trainer.evaluate) == []
+    (message,) = warnings_of(trainer.train)
+    assert "per_device_train_batch_size should be a multiple of num_generations" in message
+
+
 # ------------------------------------------------------------------------------------------ other versions
+
+
+@pytest.mark.parametrize("version", ["1.15.0", "1.17.0.dev0", "1.160.0", "2.16.0"])
+def test_another_version_is_an_error_at_construction(monkeypatch, version):
+    monkeypatch.setattr(trl, "__version__", version)
+    with pytest.raises(RuntimeError, match=rf"supports TRL 1\.16, and TRL {version} is installed"):
+        GRPOTrainer("no model is loaded")
+
+
+def test_the_extra_installs_the_supported_version():
+    project = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    assert f'\ntrl = ["trl=={integration._SUPPORTED_VERSION}.*"]\n' in project
 
 
 def test_a_method_with_other_parameters_is_an_error_at_construction(monkeypatch):
@@ -391,6 +517,7 @@ def test_regroup_moves_whole_rows():
             "completion_ids": rows[part, None],
             "num_items_in_batch": torch.tensor(9),
             "nothing": None,
+            "names": [f"row {row}" for row in rows[part].tolist()],
         }
 
     first, second = regroup([micro_batch(slice(0, 2)), micro_batch(slice(2, 4))])
@@ -399,6 +526,7 @@ def test_regroup_moves_whole_rows():
     torch.testing.assert_close(second["advantages"], torch.tensor([0.1, 0.3]))
     assert first["num_items_in_batch"] == second["num_items_in_batch"] == 9
     assert first["nothing"] is None
+    assert first["names"] == ["row 0", "row 2"] and second["names"] == ["row 1", "row 3"]
 
 
 def test_groups_stay_together_in_random_order(qwen3, tmp_path):

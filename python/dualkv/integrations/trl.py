@@ -23,10 +23,13 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 import dualkv
+from dualkv import _abi
+from dualkv.forest import tile_sizes
 from dualkv.integrations.transformers import allow_packed_passes, packed_logprobs
+from dualkv.logprob_chunks import require_products
 
 # What is overridden or relied on, with the parameters it must have: TRL's trainer has no public hooks for its
-# passes, so a version that differs is refused.
+# passes, so other versions are refused, and installations that differ in one of these.
 _SUPPORTED_VERSION = "1.16"
 _MULTIMODAL_INPUTS = (
     "pixel_values",
@@ -56,28 +59,37 @@ _PARAMETERS = {
 }
 _ATTRIBUTES = ("_buffered_inputs", "_metrics", "_step", "aux_loss_enabled", "ref_model", "temperature")
 
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 _TESTED_DISTRIBUTIONS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """`trl.GRPOTrainer` with packed passes. Takes its arguments; results are the same up to rounding.
+    """`trl.GRPOTrainer` with packed passes. Takes its arguments.
+
+    A micro-batch has the same results up to rounding. Which rows it holds may differ: what TRL averages over a
+    micro-batch's tokens then does too (see `docs/trl.md`, "Same results").
 
     Trainings that cannot be packed (see `docs/trl.md`) run as in TRL, after one warning that says why.
     The metric `dualkv/token_ratio` is the number of tokens of the replicated sequences over that of the packed
-    ones, over all processes: how many times fewer tokens the model had to compute.
+    ones, over all passes since the last log and all processes: how many times fewer tokens the model had to
+    compute.
 
     A micro-batch computes a prompt once: `per_device_train_batch_size` should be a multiple of
     `num_generations`, or large. Rows of one group then stay in one micro-batch.
 
     Raises:
-        RuntimeError: the installed version of TRL differs in a method that this class relies on.
+        RuntimeError: the installed version of TRL is not the supported one, or differs in a method that this
+            class relies on.
     """
 
     def __init__(self, *args, **kwargs):
+        _check_version()
         _check_methods(trl.GRPOTrainer)
         super().__init__(*args, **kwargs)
         _check_attributes(self)
         self._warned_of = set()
+        self._token_counts = {}  # mode -> replicated and packed tokens since the last log
         self._stock_reason = _reason_against_packing(self)
         if self._stock_reason is not None:
             self._warn_once(f"{self._stock_reason}: training runs as in TRL, without packing")
@@ -110,7 +122,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if given:
             self._warn_once(f"a batch has {', '.join(given)}: it runs as in TRL, without packing")
         if given or self._stock_reason is not None:
-            self._log_token_ratio(1, 1)
+            tokens = int(attention_mask.sum())
+            self._log_token_ratio(tokens, tokens)
             return super()._get_per_token_logps_and_entropies(
                 model,
                 input_ids,
@@ -129,7 +142,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             replicated_tokens += batch.replicated_tokens
             packed_tokens += batch.num_tokens
             results.append(self._packed_logprobs(model, batch.to(ids.device)))
-        if replicated_tokens == packed_tokens:
+        # An evaluation with one completion for each prompt has nothing to share, and that is as it should be.
+        if replicated_tokens == packed_tokens and self.model.training:
             self._warn_once(
                 "no two rows of a micro-batch share a prompt, so packing saves padding only; "
                 "per_device_train_batch_size should be a multiple of num_generations"
@@ -157,10 +171,17 @@ class GRPOTrainer(trl.GRPOTrainer):
         return tuple(batch.unpack_padded(value) for value in values)
 
     def _log_token_ratio(self, replicated_tokens: int, packed_tokens: int) -> None:
+        """Adds the counts of a pass. TRL averages a metric's values; here one value is the ratio of the sums."""
         counts = torch.tensor([replicated_tokens, packed_tokens], device=self.accelerator.device)
         replicated_tokens, packed_tokens = self.accelerator.reduce(counts, reduction="sum").tolist()
         mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["dualkv/token_ratio"].append(replicated_tokens / packed_tokens)
+        logged = self._metrics[mode]["dualkv/token_ratio"]
+        if logged:  # TRL clears its metrics with each log
+            replicated_before, packed_before = self._token_counts[mode]
+            replicated_tokens += replicated_before
+            packed_tokens += packed_before
+        self._token_counts[mode] = replicated_tokens, packed_tokens
+        logged[:] = [replicated_tokens / packed_tokens]
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned_of and self.accelerator.is_main_process:
@@ -172,8 +193,8 @@ def regroup(micro_batches: list[dict]) -> list[dict]:
     """Deals the rows of TRL's micro-batches again, so that rows with the same prompt meet.
 
     Args:
-        micro_batches: dictionaries of tensors [m, ...] with `prompt_ids` and `prompt_mask` [m, P] among them;
-            scalars and None are the same in all.
+        micro_batches: dictionaries of tensors [m, ...] and lists of m values, with tensors `prompt_ids` and
+            `prompt_mask` [m, P] among them; scalar tensors and None are the same in all.
 
     Returns:
         As many dictionaries of as many rows. Which group comes first, and the order of rows in a group, are as
@@ -187,6 +208,9 @@ def regroup(micro_batches: list[dict]) -> list[dict]:
 
     def deal(name):
         values = [batch[name] for batch in micro_batches]
+        if isinstance(values[0], list):
+            values = [value for part in values for value in part]
+            return [[values[row] for row in rows] for rows in dealt]
         if values[0] is None or values[0].dim() == 0:
             return values
         values = torch.cat(values)
@@ -269,7 +293,41 @@ def _reason_against_packing(trainer: trl.GRPOTrainer) -> str | None:
             allow_packed_passes(policy)
         except ValueError as error:
             return str(error)
+        reason = _reason_against_device(trainer, policy)
+        if reason is not None:
+            return reason
     return None
+
+
+def _reason_against_device(trainer: trl.GRPOTrainer, policy: nn.Module) -> str | None:
+    """Why the kernels cannot run a supported model on the trainer's device and in its type, or None."""
+    device = trainer.accelerator.device
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"device {device} is not supported, only CPUs and CUDA"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return "the CUDA kernels need a GPU of compute capability 9.0, got {}.{}".format(*capability)
+    dtype = _AUTOCAST_DTYPES.get(trainer.accelerator.mixed_precision, policy.dtype)
+    if dtype not in _AUTOCAST_DTYPES.values():
+        return f"the CUDA kernels need bf16 or fp16 (bf16=True), got a training in {dtype}"
+    config = policy.config
+    head_dim = policy.get_decoder().layers[0].self_attn.head_dim
+    try:
+        tile_sizes(_abi.CUDA, config.num_attention_heads, config.num_key_value_heads, head_dim)
+        require_products(torch.float32 if trainer.args.cast_lm_head_to_fp32 else dtype)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _check_version() -> None:
+    if trl.__version__.split(".")[:2] != _SUPPORTED_VERSION.split("."):
+        raise RuntimeError(
+            f"dualkv.integrations.trl supports TRL {_SUPPORTED_VERSION}, and TRL {trl.__version__} is installed: "
+            f"pip install 'trl=={_SUPPORTED_VERSION}.*'"
+        )
 
 
 def _check_methods(trainer_class: type) -> None:
