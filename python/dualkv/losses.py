@@ -23,7 +23,7 @@ from typing import Union
 import torch
 
 from ._tensors import accumulation_dtype, int64_vector, number, require_same_device, require_tensors
-from .packing import PackedBatch, _group_numbers
+from .packing import PackedBatch, _group_numbers, _require_list
 
 OBJECTIVES = ("clip", "cispo", "sapo")
 RATIOS = ("token", "sequence", "sequence-token")
@@ -50,7 +50,8 @@ Responses = Union[PackedBatch, Sequence[int]]
 class Counts:
     """What losses are divided by: of the global batch, over all of its micro-batches and ranks.
 
-    Counts add up: `count(these) + count(those)`.
+    Counts add up: `count(these) + count(those)`. They may be more than those of the batches that a loss is
+    called with, never less.
 
     Attributes:
         tokens: tokens that the masks keep.
@@ -77,14 +78,18 @@ def count(batches: Sequence[Responses], masks: Sequence[torch.Tensor | None] | N
 
     Raises:
         ValueError: `masks` has another length than `batches`, or a mask another than its batch has targets.
+        TypeError: `batches` or `masks` is no list, as where one batch was given, or a mask is no tensor.
     """
+    _require_list(batches, "batches", "batch")
     masks = [None] * len(batches) if masks is None else masks
+    _require_list(masks, "masks", "batch")
     if len(masks) != len(batches):
         raise ValueError(f"masks must have an entry for each batch, got {len(masks)} and {len(batches)}")
     tokens = sequences = 0
     for batch, mask in zip(batches, masks):
         lengths = _lengths(batch)
         if mask is not None:
+            require_tensors(mask=mask)
             _require_size("mask", mask, sum(lengths))
             lengths = [int(own.count_nonzero()) for own in mask.cpu().split(lengths)]
         tokens += sum(lengths)
@@ -98,7 +103,8 @@ def group_advantages(rewards, group_ids, *, scale: str = "group", eps: float = 1
     Groups have to be whole, so this comes before a batch is cut.
 
     Args:
-        rewards: [S], one for each response. NaN: not scored; it counts in no mean and its advantage is 0.
+        rewards: [S], finite, one for each response. NaN: not scored; it counts in no mean and its advantage
+            is 0.
         group_ids: [S], integers, strings or anything else that can be a key.
         scale: "group", std of the group; "batch", std of all rewards; "none", not divided (Dr. GRPO).
         eps: > 0, added to the standard deviation, which is that of samples (divided by n - 1).
@@ -108,7 +114,8 @@ def group_advantages(rewards, group_ids, *, scale: str = "group", eps: float = 1
         where all rewards are equal.
 
     Raises:
-        ValueError: an unknown `scale`, `eps` below 1e-12, or not one id for each reward.
+        ValueError: an unknown `scale`, `eps` below 1e-12, not one id for each reward, or a reward that is
+            infinite.
     """
     _require_choice("scale", scale, SCALES)
     _require_range("eps", eps, 1e-12)
@@ -118,13 +125,19 @@ def group_advantages(rewards, group_ids, *, scale: str = "group", eps: float = 1
         raise ValueError(
             f"rewards and group_ids must be [S], got shapes {list(rewards.shape)} and {list(groups.shape)}"
         )
+    infinite = rewards.isinf()
+    if infinite.any():
+        place = int(infinite.nonzero()[0, 0])
+        raise ValueError(
+            f"rewards must be finite, or NaN for none, got rewards[{place}] {rewards[place].item()}"
+        )
     names, group = groups.unique(return_inverse=True)
 
     def group_sums(values):
         return values.new_zeros(len(names)).index_add(0, group, values)[group]
 
     scored = ~rewards.isnan()
-    values = rewards.double().nan_to_num(nan=0.0)
+    values = torch.where(scored, rewards.double(), 0.0)
     sizes = group_sums(scored.double())
     centered = torch.where(scored, values - group_sums(values) / sizes.clamp(min=1), 0.0)
     if scale == "none":
@@ -252,11 +265,13 @@ class PolicyLoss:
             logprobs: [M], log-probs of the batch's targets, as `linear_logprob` gives them.
             batch: the packed batch, or the number of targets of each of its S responses, [S].
             advantages: [S], in the order of groups and responses; [M] with advantage_level="token".
-            counts: `count` of the global batch, of which this batch is a part.
+            counts: `count` of the global batch, of which this batch is a part, with the same masks. Where the
+                host knows what the batch keeps (no mask, or tensors on the CPU), more than that is an error.
             old_logprobs: [M], before the update. None: those of now, and the ratio is 1.
             ref_logprobs: [M], needed by kl_coef > 0. At kl_coef 0 they only give the metric "kl".
             rollout_logprobs: [M], needed by rollout_correction; NaN where the engine has none: the weight is 1.
-                Without a correction they only give the metric "rollout_kl".
+                Without a correction they only give the metric "rollout_kl". With -inf the metric is -inf,
+                and the weight before its bounds exp(20).
             mask: [M], nonzero for tokens that count; None: all. What stands in other places does not matter,
                 be it NaN, and its gradient is 0.
 
@@ -265,7 +280,8 @@ class PolicyLoss:
             micro-batches and ranks. They are means over the kept tokens of the global batch:
 
             policy_loss             the loss without the penalty, aggregated like the loss
-            tokens                  the number of kept tokens; 0 says that there was nothing to learn from
+            tokens                  the number of kept tokens; 0 says that there was nothing to learn from, and
+                                    a sum other than counts.tokens that `count` was given other masks
             ratio_mean              mean of r
             ppo_kl, approx_kl       old - logp, and exp(logp - old) - (logp - old) - 1: KL(old || policy)
             clip_fraction_low       r < 1 - clip_low where A < 0 ("clip"), anywhere ("cispo")
@@ -277,7 +293,9 @@ class PolicyLoss:
             rollout_clip_fraction   exp(..) outside of [rollout_min, rollout_max]
 
         Raises:
-            ValueError: shapes or devices do not fit, or log-probs that an option needs are missing.
+            ValueError: shapes or devices do not fit, log-probs that an option needs are missing, or the batch
+                keeps more tokens or responses than `counts` has.
+            TypeError: something is no tensor, log-probs are no floats, or `counts` is no `Counts`.
         """
         given = {
             "logprobs": logprobs,
@@ -290,6 +308,7 @@ class PolicyLoss:
         targets = _Targets(batch, given)
         if not isinstance(counts, Counts):
             raise TypeError(f"counts must be dualkv.losses.Counts, got {type(counts).__name__}")
+        targets.require_counted(counts)
         if self.kl_coef > 0 and ref_logprobs is None:
             raise ValueError(f"kl_coef needs ref_logprobs, got kl_coef {self.kl_coef} and no ref_logprobs")
         if self.rollout_correction is not None and rollout_logprobs is None:
@@ -315,7 +334,8 @@ class PolicyLoss:
 
         token_loss = -self._objective(ratio, advantages, logprobs)
         if rollout_logprobs is not None:
-            gap = (old - targets.kept(rollout_logprobs.detach())).nan_to_num(nan=0.0)
+            rollout = targets.kept(rollout_logprobs.detach())
+            gap = torch.where(rollout.isnan(), 0.0, old - rollout)
             metrics["rollout_kl"] = mean(-gap)
             if self.rollout_correction is not None:
                 bounded, outside = self._rollout_weights(targets, gap)
@@ -430,7 +450,7 @@ class _Targets:
     """Which response each of the M targets belongs to, and which of them count."""
 
     def __init__(self, batch: Responses, given: dict[str, torch.Tensor | None]):
-        lengths = _lengths(batch)
+        self._lengths = lengths = _lengths(batch)
         size, self._responses = sum(lengths), len(lengths)
         present = {name: x for name, x in given.items() if x is not None}
         require_tensors(**present)
@@ -438,6 +458,8 @@ class _Targets:
         for name, x in present.items():
             if name != "advantages":
                 _require_size(name, x, size)
+            if name.endswith("logprobs") and not x.is_floating_point():
+                raise TypeError(f"{name} must be floating point numbers, got {x.dtype}")
         logprobs, mask = given["logprobs"], given["mask"]
         self._dtype = accumulation_dtype(logprobs.dtype)
         index = torch.arange(self._responses, device="cpu").repeat_interleave(
@@ -445,7 +467,26 @@ class _Targets:
         )
         self._response = index.to(logprobs.device)  # of each target, [M]
         self.mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask != 0  # [M]
+        self._has_mask = mask is not None
         self.kept_counts = self.sums(self.mask.to(self._dtype))  # [S]
+
+    def require_counted(self, counts: Counts) -> None:
+        """Checks that the batch can be a part of what was counted, unless a GPU had to be waited for."""
+        kept = self._lengths
+        if self._has_mask:
+            if self.mask.device.type != "cpu":
+                return
+            kept = self.kept_counts.tolist()
+        tokens, sequences = int(sum(kept)), sum(length > 0 for length in kept)
+        for name, most, found in (
+            ("tokens", counts.tokens, tokens),
+            ("sequences", counts.sequences, sequences),
+        ):
+            if found > most:
+                raise ValueError(
+                    f"counts must be those of the whole batch, with the same masks: counts.{name} is {most}, "
+                    f"but this part of it alone has {found}"
+                )
 
     def kept(self, values) -> torch.Tensor:
         """values [M] in the type of sums, and 0 where the mask is 0: no NaN gets from there into a gradient."""

@@ -89,6 +89,7 @@ class PackedBatch:
 
         Raises:
             ValueError: `values` has another number of rows than the batch has targets.
+            TypeError: `values` is no tensor.
         """
         self._require_values(values)
         responses = iter(torch.split(values, self._target_counts))
@@ -107,18 +108,21 @@ class PackedBatch:
         Raises:
             ValueError: `values` has another number of rows than the batch has targets, or the batch was not
                 made by pack_padded.
+            TypeError: `values` is no tensor.
         """
         if self._padded_shape is None:
             raise ValueError(
                 "unpack_padded needs a batch made by pack_padded; use unpack for one made by pack"
             )
-        require_dimensions(values, "values", "[M]")
         self._require_values(values)
+        require_dimensions(values, "values", "[M]")
         rows, columns = self._padded_shape
         padded = values.new_full((rows * columns,), fill)
-        return padded.scatter(0, self._source_positions, values).view(rows, columns)
+        positions = self._source_positions.to(values.device)
+        return padded.scatter(0, positions, values).view(rows, columns)
 
     def _require_values(self, values) -> None:
+        require_tensors(values=values)
         targets = self.target_ids.shape[0]
         if values.dim() == 0 or values.shape[0] != targets:
             raise ValueError(
@@ -141,6 +145,8 @@ def pack(prompts, responses) -> PackedBatch:
             has a response with some, whose first token nothing predicts.
         TypeError: something is not a sequence of integers.
     """
+    _require_list(prompts, "prompts", "group")
+    _require_list(responses, "responses", "group")
     if len(prompts) != len(responses):
         raise ValueError(
             f"prompts and responses must have as many groups, got {len(prompts)} and {len(responses)}"
@@ -149,6 +155,7 @@ def pack(prompts, responses) -> PackedBatch:
     response_tokens, response_lengths = array("q"), array("q")
     for g, (prompt, group) in enumerate(zip(prompts, responses)):
         prompt_lengths.append(_append_tokens(prompt_tokens, prompt, "prompts", g))
+        _require_list(group, f"responses[{g}]", "response")
         for n, response in enumerate(group):
             response_lengths.append(_append_tokens(response_tokens, response, "responses", g, n))
     response_counts = array("q", map(len, responses))
@@ -223,6 +230,12 @@ def pack_padded(
     )
     batch = Handle(library.dualkv_pack_padded, library.dualkv_batch_destroy, ctypes.byref(params))
     return _packed_batch(batch, padded_shape=tuple(response_mask.shape))
+
+
+def _require_list(values, name: str, item: str) -> None:
+    """Anything with a length. A generator is refused: the caller's next loop would find it empty."""
+    if not hasattr(values, "__len__"):
+        raise TypeError(f"{name} must be a list with an entry for each {item}, got {type(values).__name__}")
 
 
 def _append_tokens(tokens: array, sequence, name: str, *indices: int) -> int:

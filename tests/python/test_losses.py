@@ -159,8 +159,9 @@ def test_gspo_token_has_the_gradient_of_gspo():
     assert_close(*gradients)
     problem.advantages = torch.zeros(sum(LENGTHS))
     problem.advantages[1] = 1.0
+    problem.mask[:] = True
+    problem.counts = losses.count([LENGTHS])
     for ratio, reached in (("sequence", 5), ("sequence-token", 1)):
-        problem.mask[:] = True
         options = {"clip_low": 1.0, "clip_high": math.inf, "advantage_level": "token"}
         loss, _ = problem(losses.gspo(ratio=ratio, **options))
         (gradient,) = torch.autograd.grad(loss, problem.logprobs)
@@ -379,6 +380,51 @@ def test_rollout_log_probs_that_are_missing_have_weight_one():
     torch.testing.assert_close(gradient, -torch.tensor([math.exp(-1), 1.0, 2.0]))
 
 
+def test_rollout_log_probs_of_minus_infinity_invent_no_numbers():
+    rollout = torch.tensor([-1.0, -math.inf, -3.0])
+    for correction, expected in (("token-truncate", [math.exp(-1), 2.0, 2.0]), ("sequence-mask", [0.0] * 3)):
+        loss_fn = losses.dapo(rollout_correction=correction, aggregation="token-sum")
+        logprobs = torch.full((3,), -2.0, requires_grad=True)
+        loss, metrics = loss_fn(logprobs, [3], torch.ones(1), Counts(3, 1), rollout_logprobs=rollout)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        torch.testing.assert_close(gradient, -torch.tensor(expected))
+        assert metrics["rollout_kl"] == -math.inf
+        assert all(value.isfinite() for name, value in metrics.items() if name != "rollout_kl")
+
+
+def test_batches_that_keep_more_than_was_counted_are_refused():
+    loss_fn, x, advantages = losses.dapo(), torch.zeros(3), torch.ones(2)
+    kept = torch.tensor([True, False, True])
+    loss_fn(x, [2, 1], advantages, Counts(2, 2), mask=kept)
+    for counts, options, message in (
+        (Counts(0, 0), {}, "counts.tokens is 0, but this part of it alone has 3"),
+        (Counts(1, 1), {}, "counts.tokens is 1, .* has 3"),
+        (Counts(3, 1), {}, "counts.sequences is 1, .* has 2"),
+        (Counts(1, 2), {"mask": kept}, "counts.tokens is 1, .* has 2"),
+        (Counts(2, 1), {"mask": kept}, "counts.sequences is 1, .* has 2"),
+        # Counted with the mask, called without it.
+        (losses.count([[2, 1]], [kept]), {}, "with the same masks: counts.tokens is 2, .* has 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss_fn(x, [2, 1], advantages, counts, **options)
+
+
+def test_masks_that_were_not_counted_show_in_the_metric():
+    """The loss cannot tell: what it sees may be a part of the batch."""
+    kept = torch.tensor([True, False, True])
+    counts = losses.count([[2, 1]])
+    _, metrics = losses.dapo()(torch.zeros(3), [2, 1], torch.ones(2), counts, mask=kept)
+    assert metrics["tokens"] == 2 != counts.tokens
+
+
+def test_no_mask_is_read_from_another_device():
+    """Without a mask the lengths say what is kept; a mask on a device is left there. "meta" has no values."""
+    x, advantages = torch.zeros(3, device="meta"), torch.zeros(2, device="meta")
+    losses.dapo()(x, [2, 1], advantages, Counts(1, 1), mask=x)
+    with pytest.raises(ValueError, match="counts.tokens is 1, .* has 3"):
+        losses.dapo()(x, [2, 1], advantages, Counts(1, 1))
+
+
 def test_a_gpu_gives_what_the_cpu_gives(gpu):
     for seed, loss_fn in enumerate(every_loss()):
         problem = Problem(seed=seed)
@@ -432,6 +478,14 @@ def test_group_advantages():
     assert_close(found, torch.tensor(centered, dtype=torch.float64) / of_batch)
     assert losses.group_advantages([1, 0], torch.tensor([5, 5])).dtype == torch.float32
     assert losses.group_advantages([], []).shape == (0,)
+
+
+@pytest.mark.parametrize("scale", losses.SCALES)
+def test_infinite_rewards_are_refused(scale):
+    with pytest.raises(ValueError, match=r"rewards must be finite, .*, got rewards\[4\] -inf"):
+        losses.group_advantages([1, 0, 1, 0, -math.inf, 0], [0, 0, 1, 1, 2, 2], scale=scale)
+    with pytest.raises(ValueError, match=r"rewards\[1\] inf"):
+        losses.group_advantages(torch.tensor([math.nan, math.inf]), [0, 0], scale=scale)
 
 
 def test_presets():
@@ -497,6 +551,18 @@ def test_refusals():
         losses.dapo(rollout_correction="token-mask")(x, [2, 1], advantages, counts)
     with pytest.raises(ValueError, match="batch must be a packed batch or lengths of at least 0, got -1"):
         loss_fn(x, [4, -1], advantages, counts)
+    for name in ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"):
+        options = {"logprobs": x, name: x.long()}
+        with pytest.raises(TypeError, match=f"{name} must be floating point numbers, got torch.int64"):
+            loss_fn(options.pop("logprobs"), [2, 1], advantages, counts, **options)
+    with pytest.raises(TypeError, match="batches must be a list with an entry for each batch, got generator"):
+        losses.count(lengths for lengths in [[1], [2]])
+    with pytest.raises(TypeError, match="batches must be a list .*, got PackedBatch"):
+        losses.count(dualkv.pack([[1]], [[[2]]]))
+    with pytest.raises(TypeError, match="masks must be a list .*, got generator"):
+        losses.count([[1]], (mask for mask in [None]))
+    with pytest.raises(TypeError, match="mask must be a torch.Tensor, got list"):
+        losses.count([[1]], [[True]])
     with pytest.raises(ValueError, match="masks must have an entry for each batch, got 1 and 2"):
         losses.count([[1], [2]], [None])
     with pytest.raises(ValueError, match=r"mask must be \[M\], \[2\], got shape \[3\]"):

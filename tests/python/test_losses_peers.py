@@ -129,7 +129,7 @@ class Trl:
 
 
 # TRL divides by all rows, also by those without a token: its "sequences" are the rows.
-ALL_ROWS = Counts(tokens=1, sequences=len(LENGTHS))
+ALL_ROWS = Counts(tokens=sum(LENGTHS), sequences=len(LENGTHS))
 
 TRL_LOSSES = {
     "grpo": (losses.grpo(), {}, ALL_ROWS),

@@ -83,6 +83,12 @@ def test_to_moves_every_tensor_and_keeps_the_forest():
     assert batch.unpack_padded(torch.zeros(2, device="meta")).device.type == "meta"
 
 
+def test_unpack_padded_of_a_batch_that_stayed_on_the_host(gpu):
+    ids = torch.tensor([[5, 6, 1, 2]])
+    batch = dualkv.pack_padded(ids, torch.ones(1, 4), torch.ones(1, 2), ["a"])
+    assert batch.unpack_padded(torch.tensor([3.0, 4.0], device=gpu)).tolist() == [[3, 4]]
+
+
 def test_200_000_tokens_in_1_000_lists_take_less_than_20_ms():
     generator = torch.Generator().manual_seed(0)
     responses = [
@@ -204,6 +210,12 @@ def test_pack_errors_name_the_argument_and_the_values():
         dualkv.pack([[1]], [[torch.tensor([1.0, 2.0])]])
     with pytest.raises(TypeError, match=r"prompts\[0\] .*"):
         dualkv.pack([[2**63]], [[]])
+    with pytest.raises(TypeError, match=r"responses\[0\] must be a list .* for each response, got int"):
+        dualkv.pack([[1]], [3])
+    with pytest.raises(TypeError, match=r"responses must be a list .* for each group, got int"):
+        dualkv.pack([[1]], 3)
+    with pytest.raises(TypeError, match=r"prompts must be a list .* for each group, got generator"):
+        dualkv.pack((prompt for prompt in [[1]]), [[]])
     with pytest.raises(ValueError, match=r"response_tokens\[1\] \(group .*\) must be >= 0, got -3"):
         dualkv.pack([[1]], [[[2, -3]]])
     with pytest.raises(ValueError, match=r"group 1 has no prompt tokens, but its response 1 has 2"):
@@ -213,6 +225,8 @@ def test_pack_errors_name_the_argument_and_the_values():
         batch.unpack(torch.zeros(3))
     with pytest.raises(ValueError, match=r"each of the 2 targets, got shape \[\]"):
         batch.unpack(torch.tensor(1.0))
+    with pytest.raises(TypeError, match="values must be a torch.Tensor, got list"):
+        batch.unpack([1, 2])
     with pytest.raises(ValueError, match="pack_padded"):
         batch.unpack_padded(torch.zeros(2))
 
@@ -245,5 +259,7 @@ def test_pack_padded_errors_name_the_argument_and_the_values():
     batch = dualkv.pack_padded(ids, mask, scored, groups)
     with pytest.raises(ValueError, match=r"each of the 4 targets, got shape \[5\]"):
         batch.unpack_padded(torch.zeros(5))
+    with pytest.raises(TypeError, match="values must be a torch.Tensor, got list"):
+        batch.unpack_padded([0.0] * 4)
     with pytest.raises(ValueError, match=r"values must be \[M\].* got shape \[4, 2\]"):
         batch.unpack_padded(torch.zeros(4, 2))

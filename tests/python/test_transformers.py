@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,28 @@ def test_J2_positions_follow_the_path_to_the_root():
         moved_batch = dataclasses.replace(batch, position_ids=batch.position_ids + 100)
         moved, _ = packed_logprobs(model, moved_batch)
         torch.testing.assert_close(moved, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_targets_on_the_host_stay_there_for_a_gpu(monkeypatch):
+    """Hidden states that claim to be on a GPU, and the rows and targets that linear_logprob gets for them."""
+    model, batch = use_packed_attention(make_model("llama")), dualkv.pack(*make_groups())
+    hidden = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    given = []
+    monkeypatch.setattr("dualkv.integrations.transformers.packed_forward", lambda *_: hidden)
+    monkeypatch.setattr(dualkv, "linear_logprob", lambda hidden, weight, *indices, **_: given.extend(indices))
+    packed_logprobs(model, batch)
+    assert given[0] is batch.target_rows and given[1] is batch.target_ids
+
+
+def test_token_ids_that_the_model_does_not_have_raise_before_they_are_moved():
+    """Of a prompt, and of a response: its target. On a GPU an embedding fails an assertion of the device."""
+    for prompts, responses, row in (([[1, VOCAB]], [[[2]]], 1), ([[1]], [[[2, VOCAB]]], 2)):
+        batch = dualkv.pack(prompts, responses)
+        with pytest.raises(ValueError, match=rf"input_ids\[{row}\] must be 0 to {VOCAB - 1}, got {VOCAB}"):
+            packed_logprobs(use_packed_attention(make_model("llama")), batch)
+    model, batch = use_packed_attention(make_model("llama")), dualkv.pack([[1]], [[[2]]])
+    with pytest.raises(ValueError, match=rf"targets\[0\] .* got {VOCAB}"):
+        packed_logprobs(model, dataclasses.replace(batch, target_ids=batch.target_ids * 0 + VOCAB))
 
 
 def test_order_of_responses_does_not_change_a_response():

@@ -150,7 +150,7 @@ def packed_forward(model: PreTrainedModel, batch) -> torch.Tensor:
 
     Raises:
         ValueError: the model is not in packed attention or asks for attention dropout, or the batch is
-            empty.
+            empty, or on the CPU and with a token id that the model does not have.
         RuntimeError: a decoder layer computed its attention by another way.
     """
     decoder = _decoder(model)
@@ -163,6 +163,7 @@ def packed_forward(model: PreTrainedModel, batch) -> torch.Tensor:
     _check_supported(model)
     if batch.forest.total_tokens == 0:
         raise ValueError("the packed batch has no tokens: a model needs at least one")
+    _require_token_ids(batch.input_ids, decoder.get_input_embeddings())
     device = decoder.get_input_embeddings().weight.device
     packed_pass = PackedPass(batch.forest)
     with _packed_attention_of(decoder, packed_pass):
@@ -184,7 +185,9 @@ def packed_logprobs(
 
     Args:
         model: a causal language model after `use_packed_attention` or `allow_packed_passes`.
-        batch: result of `dualkv.pack` or `dualkv.pack_padded` with M targets.
+        batch: result of `dualkv.pack` or `dualkv.pack_padded` with M targets. For a model on a GPU, leave it
+            on the CPU: then only rows with a target are multiplied with the head, and a token id that the
+            model does not have raises. After `batch.to(device)` it fails an assertion of the device.
         temperature: divides the logits, > 0.
         head_dtype: floating-point type that the head computes in, under `torch.autocast` too; None: as
             the model has it.
@@ -194,7 +197,7 @@ def packed_logprobs(
         order of `batch.target_ids`; `batch.unpack` sorts them by group and response.
 
     Raises:
-        ValueError: the model is not in packed attention, or its head is not a plain linear layer.
+        ValueError: as `packed_forward`; the head is not a plain linear layer, or has no such target.
         RuntimeError: a decoder layer computed its attention by another way.
     """
     head = model.get_output_embeddings()
@@ -203,6 +206,10 @@ def packed_logprobs(
             f"the head of {type(model).__name__} is {type(head).__name__}, but must be torch.nn.Linear"
         )
     hidden, weight, bias = packed_forward(model, batch), head.weight, head.bias
+    rows, targets = batch.target_rows, batch.target_ids
+    # linear_logprob takes them from the CPU for a GPU: it checks them there and moves what is left.
+    if not (hidden.is_cuda and rows.device.type == targets.device.type == "cpu"):
+        rows, targets = rows.to(hidden.device), targets.to(hidden.device)
     precision = nullcontext()
     if head_dtype is not None:
         hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
@@ -212,8 +219,8 @@ def packed_logprobs(
         return dualkv.linear_logprob(
             hidden,
             weight,
-            batch.target_rows.to(hidden.device),
-            batch.target_ids.to(hidden.device),
+            rows,
+            targets,
             temperature=temperature,
             softcap=getattr(model.config, "final_logit_softcapping", None) or 0.0,
             bias=bias,
@@ -254,6 +261,17 @@ def _allows_packed_passes(decoder: PreTrainedModel) -> bool:
 def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its head. A base model of Transformers 4 has no `get_decoder`."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _require_token_ids(input_ids: torch.Tensor, embeddings: nn.Module) -> None:
+    """Checks ids on the CPU before a GPU gets them, which could not raise. Others are not waited for."""
+    size = getattr(embeddings, "num_embeddings", None)
+    if size is None or input_ids.device.type != "cpu":
+        return
+    wrong = ((input_ids < 0) | (input_ids >= size)).nonzero()
+    if len(wrong) > 0:
+        row = int(wrong[0, 0])
+        raise ValueError(f"input_ids[{row}] must be 0 to {size - 1}, got {int(input_ids[row])}")
 
 
 def _check_supported(model: PreTrainedModel) -> None:
