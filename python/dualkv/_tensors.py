@@ -49,7 +49,7 @@ def number(x, name: str) -> float:
 def integer(x, name: str) -> int:
     """x as an integer that the C library can take."""
     try:
-        value = operator.index(x)
+        value = x if isinstance(x, int) else operator.index(x)  # which would fix a length for torch.compile
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {type(x).__name__}") from None
     if not -(2**63) <= value < 2**63:

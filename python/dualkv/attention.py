@@ -93,6 +93,8 @@ def attention(
         raise TypeError(
             f"forest must be a dualkv.SegmentForest or a dualkv.DevicePlan, got {type(forest).__name__}"
         )
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool, got {type(deterministic).__name__}")
     require_dimensions(q, "q", "[T, H, D]")
     require_dimensions(k, "k", "[T, Hk, D]")
     require_dimensions(v, "v", "[T, Hk, D]")
@@ -118,6 +120,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) as `attention`, of the forest's rows from `query_row_begin` on: the first row of q."""
     q, k, v = cast_for_autocast(q, k, v)
+    if sinks is not None:
+        require_tensors(sinks=sinks)
     require_same_dtype(q=q, k=k, v=v)
     require_same_device(q=q, k=k, v=v, sinks=sinks)
     _require_shapes(q.shape, k.shape, v.shape)

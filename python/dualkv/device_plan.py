@@ -35,6 +35,9 @@ class DevicePlan:
     Keep it for as long as a graph that has captured it may be replayed. Streams other than the one of `load`
     have to wait for that one, as for any tensor.
 
+    Its image must stay where it is: a backward does not find the plan, and raises, if a hook has moved the
+    saved tensors, as torch.autograd.graph.save_on_cpu does. Forests have no such limit.
+
     Attributes:
         forest: the SegmentForest that is loaded.
         max_tokens: rows that a loaded forest may have.

@@ -7,6 +7,7 @@ import torch
 from ._tensors import (
     cast_for_autocast,
     int64_vector,
+    integer,
     require_dimensions,
     require_same_device,
     require_same_dtype,
@@ -40,7 +41,8 @@ def flash_attn_dualkv_varlen_func(
     - q holds the rows of the prompt, then those of the responses: the first sequence's queries are the
       prompt's and its own, cu_seqlens_q is [0, P + R0, P + R0 + R1, ...].
 
-    New code should use `dualkv.attention`, which takes any number of groups at once and copies no keys.
+    New code should use `dualkv.attention`, which takes any number of groups at once and copies no keys. Gradients
+    have the same bits in every run if torch.use_deterministic_algorithms(True) is set when the backward is called.
 
     Args:
         q: queries [Tq, H, D]; rows past the last sequence get output and gradient 0.
@@ -75,43 +77,72 @@ def flash_attn_dualkv_varlen_func(
     tensors = q, k_context, v_context, k_decoded, v_decoded = cast_for_autocast(*tensors)
     require_same_dtype(**dict(zip(names, tensors)))
     require_same_device(**dict(zip(names, tensors)))
-    _require_shapes(*tensors, context_seqlen)
-    query_lengths = _lengths(cu_seqlens_q, "cu_seqlens_q", q, "q", max_seqlen_q, "max_seqlen_q")
-    key_lengths = _lengths(
-        cu_seqlens_k_decoded,
-        "cu_seqlens_k_decoded",
-        k_decoded,
-        "k_decoded",
-        max_seqlen_k_decoded,
-        "max_seqlen_k_decoded",
+    _require_shapes(*tensors, integer(context_seqlen, "context_seqlen"))
+    segments, query_row_begin = torch.ops.dualkv.varlen_segments(
+        int64_vector(cu_seqlens_q, "cu_seqlens_q"),
+        int64_vector(cu_seqlens_k_decoded, "cu_seqlens_k_decoded"),
+        q.shape[0],
+        k_decoded.shape[0],
+        integer(max_seqlen_q, "max_seqlen_q"),
+        k_context.shape[0],
+        integer(max_seqlen_k_decoded, "max_seqlen_k_decoded"),
     )
-    forest = SegmentForest.from_groups([context_seqlen], [key_lengths])
     out, _ = attend(
         q,
         torch.cat([k_context, k_decoded]),
         torch.cat([v_context, v_decoded]),
-        forest.segments,
+        segments,
         scale=softmax_scale,
         window_left=None,
         softcap=0.0,
         sinks=None,
-        query_row_begin=_query_row_begin(query_lengths, key_lengths, context_seqlen),
+        query_row_begin=query_row_begin,
         deterministic=False,
     )
     return out
 
 
-def _query_row_begin(query_lengths: list[int], key_lengths: list[int], context_seqlen: int) -> int:
-    """Row of the packed batch [prompt, responses] that is the first row of q."""
-    if query_lengths == key_lengths:
-        return context_seqlen
-    if key_lengths and query_lengths == [context_seqlen + key_lengths[0], *key_lengths[1:]]:
-        return 0
+# An operator, as torch.compile cannot look at offsets.
+torch.library.define(
+    "dualkv::varlen_segments",
+    "(Tensor cu_seqlens_q, Tensor cu_seqlens_k_decoded, SymInt q_rows, SymInt k_rows, SymInt max_seqlen_q, "
+    "SymInt context_seqlen, SymInt max_seqlen_k_decoded) -> (Tensor segments, SymInt query_row_begin)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+
+
+@torch.library.impl("dualkv::varlen_segments", "cpu")
+def _varlen_segments(
+    cu_seqlens_q, cu_seqlens_k_decoded, q_rows, k_rows, max_seqlen_q, context_seqlen, max_seqlen_k_decoded
+) -> tuple[torch.Tensor, int]:
+    """Segments [1 + N, 2] of the forest [prompt, responses], and the row of it that is the first row of q."""
+    queries = _lengths(cu_seqlens_q, "cu_seqlens_q", q_rows, "q", max_seqlen_q, "max_seqlen_q")
+    keys = _lengths(
+        cu_seqlens_k_decoded,
+        "cu_seqlens_k_decoded",
+        k_rows,
+        "k_decoded",
+        max_seqlen_k_decoded,
+        "max_seqlen_k_decoded",
+    )
+    segments = SegmentForest.from_groups(
+        [context_seqlen], [keys]
+    ).segments.clone()  # results are no one else's
+    if queries == keys:
+        return segments, context_seqlen
+    if keys and queries == [context_seqlen + keys[0], *keys[1:]]:
+        return segments, 0
     raise ValueError(
         "cu_seqlens_q and cu_seqlens_k_decoded must describe sequences of the same lengths (q holds the "
         "responses' rows), or the first sequence of q must be longer by context_seqlen (q holds the prompt's "
-        f"rows too); got lengths {query_lengths} and {key_lengths} with context_seqlen {context_seqlen}"
+        f"rows too); got lengths {queries} and {keys} with context_seqlen {context_seqlen}"
     )
+
+
+@torch.library.register_fake("dualkv::varlen_segments")
+def _unknown_segments(cu_seqlens_q, cu_seqlens_k_decoded, *_):
+    query_row_begin = torch.library.get_ctx().new_dynamic_size()
+    return cu_seqlens_k_decoded.new_empty((cu_seqlens_k_decoded.shape[0], 2)), query_row_begin
 
 
 def _require_shapes(q, k_context, v_context, k_decoded, v_decoded, context_seqlen) -> None:
@@ -136,18 +167,17 @@ def _require_shapes(q, k_context, v_context, k_decoded, v_decoded, context_seqle
         )
 
 
-def _lengths(cu_seqlens, name: str, rows, rows_name: str, max_seqlen: int, max_name: str) -> list[int]:
+def _lengths(
+    offsets: torch.Tensor, name: str, rows: int, rows_name: str, max_seqlen: int, max_name: str
+) -> list[int]:
     """Lengths of the sequences between consecutive offsets."""
-    offsets = int64_vector(cu_seqlens, name)
     if len(offsets) == 0 or offsets[0] != 0:
         raise ValueError(f"{name} must start with 0, got {offsets.tolist()}")
     lengths = offsets.diff().tolist()
     if min(lengths, default=0) < 0:
         raise ValueError(f"{name} must not decrease, got {offsets.tolist()}")
-    if offsets[-1] > rows.shape[0]:
-        raise ValueError(
-            f"{name} must end within the rows of {rows_name}, got {offsets[-1]} and {rows.shape[0]}"
-        )
+    if offsets[-1] > rows:
+        raise ValueError(f"{name} must end within the rows of {rows_name}, got {offsets[-1]} and {rows}")
     if max(lengths, default=0) > max_seqlen:
         raise ValueError(
             f"{max_name} must be at least the longest sequence of {name}, got {max_seqlen} and {max(lengths)}"

@@ -25,6 +25,10 @@ def test_kinds_of_arguments():
         attend(forest=FOREST.segments)
     with pytest.raises(TypeError, match="sinks must be floating point, got torch.int64"):
         attend(sinks=torch.arange(4))
+    with pytest.raises(TypeError, match="sinks must be a torch.Tensor, got list"):
+        attend(sinks=[0.0] * 4)
+    with pytest.raises(TypeError, match="deterministic must be a bool, got str"):
+        attend(deterministic="yes")
 
 
 def test_shapes():

@@ -1,4 +1,4 @@
-"""A small Qwen3 trained on a GPU, fp32 weights and bf16 attention, packed and replicated."""
+"""A small Qwen3 trained, fp32 weights and bf16 attention, packed and replicated: on a GPU, and on a CPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ import dualkv
 transformers = pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import packed_logprobs, use_packed_attention  # noqa: E402
-
-pytestmark = pytest.mark.usefixtures("gpu")
 
 VOCAB, STEPS = 97, 50
 SIZES = {
@@ -50,7 +48,7 @@ def batch_of_step(step: int, roots: bool, backwards: bool):
     return dualkv.pack(prompts, responses)
 
 
-def train(roots: bool, backwards: bool = False, device="cuda") -> torch.Tensor:
+def train(device: str, roots: bool, backwards: bool = False) -> torch.Tensor:
     """The loss of each step, [STEPS]."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -70,19 +68,25 @@ def train(roots: bool, backwards: bool = False, device="cuda") -> torch.Tensor:
     return torch.stack(losses).double().cpu()
 
 
-def test_packed_training_is_within_the_noise_of_replicated_training():
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_packed_training_is_within_the_noise_of_replicated_training(device, request):
     """The noise is that of replicated training with its sequences in another order, and so all of its sums."""
-    replicated, reordered, packed = train(roots=True), train(roots=True, backwards=True), train(roots=False)
+    if device == "cuda":
+        request.getfixturevalue("gpu")
+    replicated, reordered = train(device, roots=True), train(device, roots=True, backwards=True)
+    packed = train(device, roots=False)
     assert replicated[-5:].mean() < 0.7 * replicated[:5].mean(), "nothing was learned: the test shows nothing"
     noise = (reordered - replicated).abs()
     difference = (packed - replicated).abs()
     message = f"difference {difference.max()}, noise {noise.max()}, of {replicated[0]} to {replicated[-1]}"
-    # Runs drift apart at random: compared are the means over ten steps.
+    # Runs drift apart at random: compared are the means over ten steps. On a CPU they are up to 2.9 times the
+    # noise, and 5 to 13 times with dq 10 % too small.
     for begin in range(0, STEPS, 10):
         steps = slice(begin, begin + 10)
-        assert difference[steps].mean() <= 3 * noise[steps].mean() + 1e-3 * replicated[steps].mean(), message
+        assert difference[steps].mean() <= 4 * noise[steps].mean(), message
 
 
+@pytest.mark.usefixtures("gpu")
 def test_the_example_runs_on_the_gpu(tmp_path):
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import dualkv
 
@@ -183,3 +184,38 @@ def test_H6_autocast_casts_tensors_of_any_type():
     with torch.autocast("cpu", torch.bfloat16):
         out = call(case.q, kv, [0, 2, 3], [0, 2, 3], 3)
     assert out.dtype == torch.bfloat16 and out[:, 0, 0].tolist() == [2.5, 3, 4]
+
+
+@pytest.mark.parametrize("offsets_of", [list, torch.tensor])
+@pytest.mark.parametrize("with_prompt_rows", [False, True])
+def test_the_whole_call_compiles_whatever_the_lengths(offsets_of, with_prompt_rows):
+    torch._dynamo.reset()
+    backend = CompileCounter()
+    compiled = torch.compile(dualkv.flash_attn_dualkv_varlen_func, fullgraph=True, backend=backend)
+    for prompt, responses in ((3, [2, 3]), (5, [1, 6]), (4, [7, 4])):
+        rows = sum(responses)
+        q = torch.randn(rows + prompt * with_prompt_rows, 2, 8, requires_grad=True)
+        kv = [torch.randn(n, 1, 8, requires_grad=True) for n in (prompt, prompt, rows, rows)]
+        cu_k = [0, responses[0], rows]
+        cu_q = [0, *(offset + prompt * with_prompt_rows for offset in cu_k[1:])]
+        arguments = (q, *kv, offsets_of(cu_q), offsets_of(cu_k), 20, prompt, 10)
+        out, expected = compiled(*arguments), dualkv.flash_attn_dualkv_varlen_func(*arguments)
+        assert torch.equal(out, expected)
+        dout = torch.randn_like(out)
+        for found, right in zip(
+            torch.autograd.grad(out, [q, *kv], dout), torch.autograd.grad(expected, [q, *kv], dout)
+        ):
+            assert torch.equal(found, right)
+    if offsets_of is torch.tensor:  # lists are constants to torch.compile
+        assert backend.frame_count <= 2
+    with pytest.raises(Exception, match="must not decrease, got"):
+        compiled(q, *kv, torch.tensor([0, 8, 4]), torch.tensor([0, 8, 4]), 20, prompt, 10)
+
+
+@pytest.mark.parametrize("name", ["max_q", "max_k", "prompt"])
+def test_lengths_that_are_no_integers_are_refused(name):
+    case = KnownAnswers()
+    arguments = {"prompt": 3} | {name: "5"}
+    names = {"max_q": "max_seqlen_q", "max_k": "max_seqlen_k_decoded", "prompt": "context_seqlen"}
+    with pytest.raises(TypeError, match=f"{names[name]} must be an integer, got str"):
+        call(case.q, case.kv, [0, 2, 3], [0, 2, 3], **arguments)
