@@ -189,8 +189,8 @@ def packed_logprobs(
             on the CPU: then only rows with a target are multiplied with the head, and a token id that the
             model does not have raises. After `batch.to(device)` it fails an assertion of the device.
         temperature: divides the logits, > 0.
-        head_dtype: floating-point type that the head computes in, under `torch.autocast` too; None: as
-            the model has it.
+        head_dtype: floating-point type that the head computes in, under `torch.autocast` too; its weight is
+            copied into it in each call. None: as the model has it.
 
     Returns:
         log-probabilities [M] and entropies [M], fp32 (fp64 for fp64 models), both differentiable, in the
