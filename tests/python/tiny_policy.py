@@ -25,19 +25,27 @@ def random_groups(sizes, seed: int = 0):
 
 
 class TinyPolicy:
-    """Two attention layers between an embedding with positions and a head."""
+    """Two attention layers between an embedding with positions and a head. Batches may stay on the CPU."""
 
-    def __init__(self, dtype=torch.float64, seed: int = 0):
+    def __init__(self, dtype=torch.float64, seed: int = 0, device="cpu"):
         generator = torch.Generator().manual_seed(seed)
 
         def weight(*shape):
             x = torch.randn(*shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5
-            return x.to(dtype).requires_grad_()
+            return x.to(device, dtype).requires_grad_()
 
         self.embedding, self.head = weight(VOCAB, _WIDTH), weight(VOCAB, _WIDTH)
         self.layers = [
             (weight(_WIDTH, (_HEADS + 2 * _KV_HEADS) * _DIM), weight(_HEADS * _DIM, _WIDTH)) for _ in range(2)
         ]
+
+    def to(self, dtype, device="cpu") -> TinyPolicy:
+        """A policy with the same weights, converted."""
+        policy = TinyPolicy(dtype, device=device)
+        with torch.no_grad():
+            for weight, own in zip(policy.weights, self.weights):
+                weight.copy_(own)
+        return policy
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -45,7 +53,7 @@ class TinyPolicy:
 
     def hidden(self, input_ids, position_ids, attend) -> torch.Tensor:
         angles = position_ids[:, None] * torch.linspace(0.1, 1.0, _WIDTH, dtype=torch.float64)
-        x = self.embedding[input_ids] + torch.sin(angles).to(self.embedding.dtype)
+        x = self.embedding[input_ids.to(self.embedding.device)] + torch.sin(angles).to(self.embedding)
         for project_in, project_out in self.layers:
             heads = (x @ project_in).view(len(x), _HEADS + 2 * _KV_HEADS, _DIM)
             q, k, v = heads.split([_HEADS, _KV_HEADS, _KV_HEADS], dim=1)
@@ -70,8 +78,10 @@ class TinyPolicy:
                     torch.arange(len(ids)),
                     lambda q, k, v: dense_attention(q, k, v, scale=_DIM**-0.5)[0],
                 )
-                logits = hidden[len(prompt) - 1 : len(ids) - 1] @ self.head.t()
-                logprobs.append(logits.log_softmax(1).gather(1, ids[len(prompt) :, None])[:, 0])
+                wide = torch.promote_types(hidden.dtype, torch.float32)
+                logits = hidden[len(prompt) - 1 : len(ids) - 1].to(wide) @ self.head.t().to(wide)
+                targets = ids[len(prompt) :, None].to(logits.device)
+                logprobs.append(logits.log_softmax(1).gather(1, targets)[:, 0])
         return torch.cat(logprobs)
 
     def gradients(self, loss) -> list[torch.Tensor]:
