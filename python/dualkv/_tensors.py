@@ -147,7 +147,7 @@ def savable(x: torch.Tensor) -> torch.Tensor:
 
 def int64_vector(values, name: str) -> torch.Tensor:
     """A list, tensor or array of integers as an int64 CPU tensor [n]."""
-    if hasattr(values, "tolist"):
+    if isinstance(values, torch.Tensor) or hasattr(values, "tolist"):
         values = torch.as_tensor(values)
         if values.dim() == 1 and values.numel() == 0:  # without entries a tensor's type says nothing
             return torch.empty(0, dtype=torch.int64, device="cpu")

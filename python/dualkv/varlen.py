@@ -41,6 +41,9 @@ def flash_attn_dualkv_varlen_func(
     - q holds the rows of the prompt, then those of the responses: the first sequence's queries are the
       prompt's and its own, cu_seqlens_q is [0, P + R0, P + R0 + R1, ...].
 
+    torch.compile takes it with fullgraph=True; before torch 2.11 that needs
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True, as what it does depends on the offsets.
+
     New code should use `dualkv.attention`, which takes any number of groups at once and copies no keys. Gradients
     have the same bits in every run if torch.use_deterministic_algorithms(True) is set when the backward is called.
 
