@@ -361,9 +361,12 @@ def next_micro_batch(peaks: dict[int, int], fails: int | None, capacity: int) ->
     slope = (peaks[fits] - peaks.get(smaller, 0)) / (fits - smaller)
     guess = fits + int((capacity - peaks[fits]) / slope) if slope > 0 else 2 * fits
     step = math.ceil(LARGEST_WITHIN * (fails or fits))
-    if fails is not None:
-        guess = min(guess, fails - step) if guess < fails + step else (fits + fails) // 2
-    return max(guess, fits + (step if fails is None else min(step, (fails - fits) // 2)))
+    if fails is None:
+        return max(guess, fits + step)
+    middle = (fits + fails) // 2
+    if guess >= fails + step:
+        return middle
+    return max(min(guess, fails - step), min(fits + step, middle))
 
 
 def largest(bench: Bench, model, make, measured: dict[int, dict]) -> dict:

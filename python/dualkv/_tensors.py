@@ -63,6 +63,12 @@ def require_tensors(**tensors) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
+def require_list(values, name: str, item: str) -> None:
+    """Anything with a length. A generator is refused: the caller's next loop would find it empty."""
+    if not hasattr(values, "__len__"):
+        raise TypeError(f"{name} must be a list with an entry for each {item}, got {type(values).__name__}")
+
+
 def require_dimensions(x: torch.Tensor, name: str, dimensions: str) -> None:
     """dimensions, e.g. "[T, H, D]": what the tensor has to have as many of."""
     expected = dimensions.count(",") + 1

@@ -89,6 +89,8 @@ def attention(
         RuntimeError: a CUDA graph is being captured and `forest` is no DevicePlan.
     """
     require_tensors(q=q, k=k, v=v)
+    if sinks is not None:
+        require_tensors(sinks=sinks)
     if not isinstance(forest, (SegmentForest, DevicePlan)):
         raise TypeError(
             f"forest must be a dualkv.SegmentForest or a dualkv.DevicePlan, got {type(forest).__name__}"
@@ -120,8 +122,6 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) as `attention`, of the forest's rows from `query_row_begin` on: the first row of q."""
     q, k, v = cast_for_autocast(q, k, v)
-    if sinks is not None:
-        require_tensors(sinks=sinks)
     require_same_dtype(q=q, k=k, v=v)
     require_same_device(q=q, k=k, v=v, sinks=sinks)
     _require_shapes(q.shape, k.shape, v.shape)

@@ -22,8 +22,15 @@ from typing import Union
 
 import torch
 
-from ._tensors import accumulation_dtype, int64_vector, number, require_same_device, require_tensors
-from .packing import PackedBatch, _group_numbers, _require_list
+from ._tensors import (
+    accumulation_dtype,
+    int64_vector,
+    number,
+    require_list,
+    require_same_device,
+    require_tensors,
+)
+from .packing import PackedBatch, _group_numbers
 
 OBJECTIVES = ("clip", "cispo", "sapo")
 RATIOS = ("token", "sequence", "sequence-token")
@@ -80,9 +87,9 @@ def count(batches: Sequence[Responses], masks: Sequence[torch.Tensor | None] | N
         ValueError: `masks` has another length than `batches`, or a mask another than its batch has targets.
         TypeError: `batches` or `masks` is no list, as where one batch was given, or a mask is no tensor.
     """
-    _require_list(batches, "batches", "batch")
+    require_list(batches, "batches", "batch")
     masks = [None] * len(batches) if masks is None else masks
-    _require_list(masks, "masks", "batch")
+    require_list(masks, "masks", "batch")
     if len(masks) != len(batches):
         raise ValueError(f"masks must have an entry for each batch, got {len(masks)} and {len(batches)}")
     tokens = sequences = 0

@@ -12,7 +12,15 @@ import torch
 
 from . import _abi
 from ._library import Handle, library
-from ._tensors import INTEGER_DTYPES, address, copy_int64, int64_vector, require_dimensions, require_tensors
+from ._tensors import (
+    INTEGER_DTYPES,
+    address,
+    copy_int64,
+    int64_vector,
+    require_dimensions,
+    require_list,
+    require_tensors,
+)
 from .forest import SegmentForest, segments_of
 
 
@@ -145,8 +153,8 @@ def pack(prompts, responses) -> PackedBatch:
             has a response with some, whose first token nothing predicts.
         TypeError: something is not a sequence of integers.
     """
-    _require_list(prompts, "prompts", "group")
-    _require_list(responses, "responses", "group")
+    require_list(prompts, "prompts", "group")
+    require_list(responses, "responses", "group")
     if len(prompts) != len(responses):
         raise ValueError(
             f"prompts and responses must have as many groups, got {len(prompts)} and {len(responses)}"
@@ -155,7 +163,7 @@ def pack(prompts, responses) -> PackedBatch:
     response_tokens, response_lengths = array("q"), array("q")
     for g, (prompt, group) in enumerate(zip(prompts, responses)):
         prompt_lengths.append(_append_tokens(prompt_tokens, prompt, "prompts", g))
-        _require_list(group, f"responses[{g}]", "response")
+        require_list(group, f"responses[{g}]", "response")
         for n, response in enumerate(group):
             response_lengths.append(_append_tokens(response_tokens, response, "responses", g, n))
     response_counts = array("q", map(len, responses))
@@ -230,12 +238,6 @@ def pack_padded(
     )
     batch = Handle(library.dualkv_pack_padded, library.dualkv_batch_destroy, ctypes.byref(params))
     return _packed_batch(batch, padded_shape=tuple(response_mask.shape))
-
-
-def _require_list(values, name: str, item: str) -> None:
-    """Anything with a length. A generator is refused: the caller's next loop would find it empty."""
-    if not hasattr(values, "__len__"):
-        raise TypeError(f"{name} must be a list with an entry for each {item}, got {type(values).__name__}")
 
 
 def _append_tokens(tokens: array, sequence, name: str, *indices: int) -> int:

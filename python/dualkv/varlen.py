@@ -44,8 +44,10 @@ def flash_attn_dualkv_varlen_func(
     torch.compile takes it with fullgraph=True; before torch 2.11 that needs
     torch._dynamo.config.capture_dynamic_output_shape_ops = True, as what it does depends on the offsets.
 
-    New code should use `dualkv.attention`, which takes any number of groups at once and copies no keys. Gradients
-    have the same bits in every run if torch.use_deterministic_algorithms(True) is set when the backward is called.
+    Gradients have the same bits in every run if torch.use_deterministic_algorithms(True) is set when the backward
+    is called.
+
+    New code should use `dualkv.attention`, which takes any number of groups at once and copies no keys.
 
     Args:
         q: queries [Tq, H, D]; rows past the last sequence get output and gradient 0.
@@ -128,9 +130,7 @@ def _varlen_segments(
         max_seqlen_k_decoded,
         "max_seqlen_k_decoded",
     )
-    segments = SegmentForest.from_groups(
-        [context_seqlen], [keys]
-    ).segments.clone()  # results are no one else's
+    segments = SegmentForest.from_groups([context_seqlen], [keys]).segments
     if queries == keys:
         return segments, context_seqlen
     if keys and queries == [context_seqlen + keys[0], *keys[1:]]:
