@@ -45,6 +45,12 @@ def every_dtype(request):
     return request.param
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def cpu_or_gpu(request):
+    """Both, one after the other: the CPU, and `gpu`."""
+    return request.getfixturevalue("gpu") if request.param == "cuda" else torch.device("cpu")
+
+
 @pytest.fixture
 def gpu():
     """The device; skips the test where the CUDA kernels cannot run. Not a marker, which would start CUDA in

@@ -48,7 +48,7 @@ def batch_of_step(step: int, roots: bool, backwards: bool):
     return dualkv.pack(prompts, responses)
 
 
-def train(device: str, roots: bool, backwards: bool = False) -> torch.Tensor:
+def train(device: torch.device, roots: bool, backwards: bool = False) -> torch.Tensor:
     """The loss of each step, [STEPS]."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -58,7 +58,7 @@ def train(device: str, roots: bool, backwards: bool = False) -> torch.Tensor:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):
-        with torch.autocast(torch.device(device).type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             logprobs, _ = packed_logprobs(model, batch_of_step(step, roots, backwards))
             loss = -logprobs.mean()
         optimizer.zero_grad()
@@ -68,13 +68,10 @@ def train(device: str, roots: bool, backwards: bool = False) -> torch.Tensor:
     return torch.stack(losses).double().cpu()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_packed_training_is_within_the_noise_of_replicated_training(device, request):
+def test_packed_training_is_within_the_noise_of_replicated_training(cpu_or_gpu):
     """The noise is that of replicated training with its sequences in another order, and so all of its sums."""
-    if device == "cuda":
-        request.getfixturevalue("gpu")
-    replicated, reordered = train(device, roots=True), train(device, roots=True, backwards=True)
-    packed = train(device, roots=False)
+    replicated, reordered = train(cpu_or_gpu, roots=True), train(cpu_or_gpu, roots=True, backwards=True)
+    packed = train(cpu_or_gpu, roots=False)
     assert replicated[-5:].mean() < 0.7 * replicated[:5].mean(), "nothing was learned: the test shows nothing"
     noise = (reordered - replicated).abs()
     difference = (packed - replicated).abs()
