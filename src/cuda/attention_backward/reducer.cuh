@@ -40,11 +40,11 @@ class Reducer {
       for (int32_t steps = ForAllLanes(item.steps, ptx::FreshLane()); steps > 0; --steps) {
         AddQueryGradients();
       }
-      if (params_.turns != nullptr) {
-        EndTurn();
-      }
       RingPosition<1> keys;
       Release(memory_.keys_empty, keys, ptx::FreshLane());
+      if (params_.turns != nullptr) {  // the next keys are on their way meanwhile
+        EndTurn();
+      }
       RingPosition<kItems> done = {n % kItems, 0};
       Release(memory_.items_empty, done, ptx::FreshLane());
     }
