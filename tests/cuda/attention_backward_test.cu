@@ -60,9 +60,20 @@ void RunOnDevice(AttentionProblem<Element>& p, bool deterministic) {
 template <class Element>
 void RunRepeatedly(AttentionProblem<Element>& p) {
   RunOnDevice(p, false);
-  const Tensor<Element> dk = p.dk, dv = p.dv;
+  const Tensor<Element> dq_by_default = p.dq, dk = p.dk, dv = p.dv;
   const std::vector<float> dsinks = p.dsinks;
   RunOnDevice(p, true);
+  const std::vector<double> in_any_order = Flat(dq_by_default), ordered = Flat(p.dq);
+  double largest = 0, difference = 0;
+  for (size_t i = 0; i < ordered.size(); ++i) {
+    ASSERT_EQ(std::isfinite(in_any_order[i]), std::isfinite(ordered[i]));
+    if (std::isfinite(ordered[i])) {
+      largest = std::max(largest, std::abs(ordered[i]));
+      difference = std::max(difference, std::abs(in_any_order[i] - ordered[i]));
+    }
+  }
+  EXPECT_LE(difference, Type<Element>::kEpsilon * largest)
+      << "dq has other bits by the order of its sums alone";
   EXPECT_TRUE(SameBits(p.dk.data(), dk.data()) && SameBits(p.dv.data(), dv.data()) &&
               SameBits(p.dsinks, dsinks))
       << "dk, dv and dsinks have the same bits in every run";

@@ -5,6 +5,7 @@ graphs."""
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -131,6 +132,37 @@ def test_G1_a_hundred_backward_runs_have_one_set_of_bits():
             spread = (found["dq"].float() - expected["dq"].float()).abs().max() / size
             assert spread <= torch.finfo(torch.bfloat16).eps, f"run {run}: {spread}"
             assert_same_bits({**found, "dq": expected["dq"]}, expected, f"run {run}")
+
+
+def test_G1_a_thousand_runs_where_memory_is_short_and_another_stream_busy():
+    """Workspaces then come from wherever there is room, and hold what was there before."""
+    forest = groups([300], [[100, 1, 37] * 4])
+    *inputs, dout = normal(forest.total_tokens, 8, 2, 128, torch.bfloat16)
+    expected = attend(inputs, forest, dout, deterministic=True)
+    size = expected["dq"].abs().max()
+    other, matrix = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    chance = random.Random(0)
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + (64 << 20)
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with sums_in_any_order():
+            for run in range(1000):
+                with torch.cuda.stream(other):
+                    matrix @ matrix
+                others = [
+                    torch.full((chance.randrange(1, 4 << 20),), 255, dtype=torch.uint8, device="cuda")
+                    for _ in range(chance.randrange(4))
+                ]
+                found = attend(inputs, forest, dout, deterministic=True)
+                assert_same_bits(found, expected, f"run {run}")
+                by_default = attend(inputs, forest, dout)
+                assert_same_bits({**by_default, "dq": expected["dq"]}, expected, f"run {run}")
+                spread = (by_default["dq"].float() - expected["dq"].float()).abs().max() / size
+                assert spread <= torch.finfo(torch.bfloat16).eps, f"run {run}: {spread}"
+                del others
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_G3_the_backward_waits_for_the_kernels_that_write_its_upstream_gradient():
