@@ -153,9 +153,10 @@ typedef struct dualkv_run {
  * Backward: `tiles` are key tiles, runs are of query rows. Key tiles are cut every `key_tile` rows from the
  * start of each segment on; query tiles as in the forward. Each part of a key tile that was cut (see
  * backward_parts) is a tile of its own, with the rows of the whole and its share of the visits.
- * Both are sorted for a machine that takes the tiles in order. Forward: heavy ones first. Backward: bands
- * with heavy ones first. A band is the key tiles of a segment, or the parts of these that visit the same
- * query rows, in the order of their rows. */
+ * Both are sorted for a machine that takes the tiles in order. Forward: heavy ones first. Backward: band by
+ * band. A band is the key tiles of a segment, or the parts of these that visit the same query rows, in the
+ * order of their rows. Bands of a segment whose tiles, or parts, make more visits come first, if the most
+ * that one makes has more binary digits; otherwise they are in the order of their rows. */
 typedef struct dualkv_schedule {
   int32_t query_tile;
   int32_t key_tile;

@@ -1,6 +1,7 @@
 #include "core/plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <functional>
 #include <iterator>
 #include <numeric>
@@ -241,14 +242,15 @@ Schedule ByKeys(const Plan& plan, const Schedule& by_queries) {
 
 // Cuts tiles into parts, see dualkv_plan_params: backward_parts, `parts` below, is 0 to leave them whole.
 // Tiles come, and go, in the order of their rows, and so do the parts of each. partial and band of each tile
-// are as in Plan, but bands have numbers here.
+// are as in Plan, but bands have numbers here, in the order of their segments and rows. Returns the most
+// visits that a part of each band's segment makes.
 //
 // With V the number of all visits and m = max(floor(V / parts), 1) the most that a part makes, there are
 // fewer than 4 * parts parts. In a segment whose heaviest tile makes h > m visits, parts make up to
 // l = ceil(h / ceil(h / m)) visits, and l + 1 > (m + 1) / 2. A tile of v > l visits is cut into ceil(v / l)
 // <= 2 v / (l + 1) parts: with v = a l + b, a >= 1 and 1 <= b <= l, this is (a + 1) (l + 1) <= 2 a l + 2 b,
 // or 0 <= (a - 1) (l - 1) + 2 (b - 1). That is less than 4 v / (m + 1), and V / (m + 1) < parts.
-void CutIntoParts(Plan& plan) {
+std::vector<int64_t> CutIntoParts(Plan& plan) {
   Schedule& schedule = plan.backward;
   const int32_t query_tile = schedule.tile_sizes.query;
   const std::vector<int64_t> visits_of_tiles = WorkOf(schedule, query_tile);
@@ -258,7 +260,7 @@ void CutIntoParts(Plan& plan) {
 
   std::vector<dualkv_tile> tiles;
   std::vector<dualkv_run> runs;
-  int32_t num_bands = 0;
+  std::vector<int64_t> most_visits;  // of each band
   size_t t = 0;
   for (const dualkv_segment& segment : plan.forest.segments()) {
     size_t end = t;
@@ -271,6 +273,8 @@ void CutIntoParts(Plan& plan) {
     }
     const int64_t count = (heaviest + most - 1) / most;
     const int64_t length = (heaviest + count - 1) / count;
+    most_visits.insert(most_visits.end(), count, length);
+    const auto last_band = static_cast<int32_t>(most_visits.size() - 1);
     for (; t < end; ++t) {
       const dualkv_tile& tile = schedule.tiles[t];
       auto run = schedule.runs.begin() + tile.run_begin;
@@ -295,27 +299,25 @@ void CutIntoParts(Plan& plan) {
         RequireFewRuns(runs.size());
         tiles.push_back({tile.begin, tile.end, run_begin, static_cast<int32_t>(runs.size())});
         plan.partial.push_back(pieces > 1 ? static_cast<int32_t>(plan.num_partials++) : -1);
-        plan.band.push_back(num_bands + static_cast<int32_t>(piece));
+        plan.band.push_back(last_band - static_cast<int32_t>(piece));
       }
     }
-    num_bands += static_cast<int32_t>(count);
   }
   schedule.tiles = std::move(tiles);
   schedule.runs = std::move(runs);
+  return most_visits;
 }
 
-// Puts the backward's tiles in order, band by band, and gives each the index of its band's first tile.
-void OrderByBands(Plan& plan) {
-  const std::vector<int64_t> work = WorkOf(plan.backward);
-  std::vector<int64_t> heaviest;  // tile of each band
-  for (size_t t = 0; t < work.size(); ++t) {
-    heaviest.resize(std::max<size_t>(heaviest.size(), plan.band[t] + 1), 0);
-    heaviest[plan.band[t]] = std::max(heaviest[plan.band[t]], work[t]);
-  }
-  std::vector<int32_t> order(work.size());
+// Puts the backward's tiles in order, band by band, and gives each the index of its band's first tile. Heavy
+// bands come first, but those whose most visits have equally many digits keep their order: the rows that
+// waited for a turn longest are those that earlier bands came to first.
+void OrderByBands(Plan& plan, std::span<const int64_t> most_visits) {
+  std::vector<int32_t> order(plan.band.size());
   std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, {},
-                           [&](int32_t t) { return std::pair(-heaviest[plan.band[t]], plan.band[t]); });
+  std::ranges::stable_sort(order, {}, [&](int32_t t) {
+    const int32_t band = plan.band[t];
+    return std::pair(-std::bit_width(static_cast<uint64_t>(most_visits[band])), band);
+  });
   Reorder(plan.backward.tiles, order);
   Reorder(plan.partial, order);
   Reorder(plan.band, order);
@@ -393,8 +395,7 @@ Plan::Plan(const Forest& forest_, int64_t window_left_, std::span<const uint8_t>
       ByKeys(*this, forward_tiles == backward_tiles ? forward : ByQueries(*this, queries, backward_tiles));
   Reorder(forward.tiles, OrderByWork(forward));
 
-  CutIntoParts(*this);
-  OrderByBands(*this);
+  OrderByBands(*this, CutIntoParts(*this));
   num_query_tiles = static_cast<int64_t>(queries.size());
   TakeTurns(*this, queries);
 }

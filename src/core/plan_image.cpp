@@ -83,7 +83,11 @@ void WritePlanImage(const Plan& plan, std::byte* image) {
         .begin = run.begin, .end = run.end, .masked = run.masked, .segment = segments[run.segment]};
   });
   auto* key_tiles = reinterpret_cast<ImageKeyTile*>(image + header.key_tiles);
+  int32_t band_end = 0;
   for (size_t t = 0; t < plan.backward.tiles.size(); ++t) {
+    while (static_cast<size_t>(band_end) < plan.band.size() && plan.band[band_end] == plan.band[t]) {
+      ++band_end;
+    }
     const dualkv_tile& tile = plan.backward.tiles[t];
     key_tiles[t] = {.begin = tile.begin,
                     .end = tile.end,
@@ -93,7 +97,8 @@ void WritePlanImage(const Plan& plan, std::byte* image) {
                         segments.begin(), segments.end(),
                         [&](const dualkv_segment& segment) { return segment.end <= tile.begin; }),
                     .partial = plan.partial[t],
-                    .band = plan.band[t]};
+                    .band_begin = plan.band[t],
+                    .band_end = band_end};
   }
   auto* query_runs = reinterpret_cast<ImageQueryRun*>(image + header.query_runs);
   for (size_t r = 0; r < plan.backward.runs.size(); ++r) {

@@ -34,7 +34,8 @@ struct alignas(16) ImageKeyTile {
   int32_t run_begin;
   int32_t run_end;
   dualkv_segment segment;
-  int32_t partial, band;  // as in dualkv_plan_view
+  int32_t partial;               // as in dualkv_plan_view
+  int32_t band_begin, band_end;  // tiles [band_begin, band_end) are the band
 };
 static_assert(sizeof(ImageKeyTile) == 48);
 

@@ -27,10 +27,13 @@ int32_t ProductRows(int32_t head_dim) { return head_dim <= 64 ? kQueryTile<64> :
 constexpr int32_t kMultiprocessors = 132;
 
 // Fewer KV heads side by side have fewer rows for the L2 to hold. But there must be enough for two waves of
-// the heaviest band, one that comes down and one that goes up.
+// the longest band, one that comes down and one that goes up.
 int32_t HeadsAbreast(const core::Plan& plan, int32_t num_kv_heads) {
   constexpr int32_t kTwoWaves = 256;  // almost: a power of two, as prompts' lengths often are
-  const auto tiles = std::upper_bound(plan.band.begin(), plan.band.end(), 0) - plan.band.begin();
+  int32_t tiles = 0;
+  for (int32_t t = 0; t < static_cast<int32_t>(plan.band.size()); ++t) {
+    tiles = std::max(tiles, t - plan.band[t] + 1);
+  }
   const int32_t sections = LargestDivisor(num_kv_heads, num_kv_heads * tiles / kTwoWaves);
   return num_kv_heads / sections;
 }

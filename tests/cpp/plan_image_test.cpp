@@ -90,6 +90,10 @@ void CheckImage(const ForestSpec& spec, const std::vector<uint8_t>& keys_only, i
     EXPECT_TRUE(a.begin == b.begin && a.end == b.end && a.run_begin == b.run_begin && a.run_end == b.run_end);
     EXPECT_TRUE(Same(a.segment, view.segments[truth.segment(b.begin)]));
     EXPECT_EQ(a.partial, view.partial[t]);
+    EXPECT_EQ(a.band_begin, view.band[t]);
+    ASSERT_TRUE(a.band_end > t && a.band_end <= view.backward.num_tiles);
+    EXPECT_EQ(view.band[a.band_end - 1], view.band[t]);
+    EXPECT_TRUE(a.band_end == view.backward.num_tiles || view.band[a.band_end] == a.band_end);
     if (a.partial >= 0) {
       parts_of_tiles.at(a.partial) = b;
     }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <random>
 #include <vector>
@@ -106,25 +107,34 @@ class PlanChecker {
     }
   }
 
-  // Bands are tiles, or parts, of one segment in the order of their rows; the band with the heaviest tile
-  // comes first.
+  // Bands are tiles, or parts, of one segment in the order of their rows. Segments whose parts make the most
+  // visits come first, but those with equally many binary digits stay in order.
   void ExpectSortedByBands() {
     const dualkv_schedule& schedule = view_.backward;
-    int64_t heaviest = INT64_MAX, of_this = 0;
+    std::map<int64_t, int64_t> most;  // visits of a part, of each segment
     for (int64_t t = 0; t < schedule.num_tiles; ++t) {
-      const int64_t first = view_.band[t];
-      if (first != t) {
-        ASSERT_GT(t, 0);
-        ASSERT_EQ(first, view_.band[t - 1]);
-        ASSERT_EQ(truth_.segment(schedule.tiles[t].begin), truth_.segment(schedule.tiles[t - 1].begin));
-        ASSERT_GT(schedule.tiles[t].begin, schedule.tiles[t - 1].begin);
-      } else {
-        heaviest = t == 0 ? heaviest : of_this;
-        of_this = 0;
+      int64_t visits = 0;
+      for (int32_t r = schedule.tiles[t].run_begin; r < schedule.tiles[t].run_end; ++r) {
+        visits += (schedule.runs[r].end - schedule.runs[r].begin + spec_.query_tile - 1) / spec_.query_tile;
       }
-      of_this = std::max(of_this, WorkOf(schedule, t));
-      ASSERT_LE(of_this, heaviest);
+      int64_t& of_segment = most.try_emplace(truth_.segment(schedule.tiles[t].begin), 1).first->second;
+      of_segment = std::max(of_segment, visits);
     }
+    auto digits = [&](int64_t segment) { return std::bit_width(static_cast<uint64_t>(most[segment])); };
+    for (int64_t t = 1; t < schedule.num_tiles; ++t) {
+      const dualkv_tile &tile = schedule.tiles[t], &last = schedule.tiles[t - 1];
+      const int64_t segment = truth_.segment(tile.begin), last_segment = truth_.segment(last.begin);
+      if (view_.band[t] != t) {
+        ASSERT_EQ(view_.band[t], view_.band[t - 1]);
+        ASSERT_EQ(segment, last_segment);
+        ASSERT_GT(tile.begin, last.begin);
+      } else if (digits(segment) == digits(last_segment)) {
+        ASSERT_GE(segment, last_segment);
+      } else {
+        ASSERT_LT(digits(segment), digits(last_segment));
+      }
+    }
+    ASSERT_TRUE(schedule.num_tiles == 0 || view_.band[0] == 0);
   }
 
   void CheckForward() {
@@ -202,7 +212,8 @@ class PlanChecker {
   }
 
   // A segment with a key tile that makes too many visits has its tiles cut, counted from their last rows,
-  // into parts that are light enough and no more than the heaviest needs. Parts of a band have the same rows.
+  // into parts that are light enough and no more than the heaviest needs. Parts of a band have the same rows,
+  // and a segment's bands are in the order of theirs.
   void CheckParts() {
     struct Entry {
       int32_t partial;
@@ -267,6 +278,9 @@ class PlanChecker {
             ASSERT_EQ(part.end_row, other.end_row);
           }
         }
+      }
+      for (size_t place = 1; place < bands.size(); ++place) {
+        ASSERT_LT(bands[place], bands[place - 1]) << "first rows first";
       }
     }
     ASSERT_EQ(view_.num_partials, partials);

@@ -71,7 +71,8 @@ class Producer {
   // A wave is what blocks take of a band at the same time. Its items begin together if they come down from
   // the last rows, and end one after the other, each by a tile's rows earlier than the one before. So begin
   // the next ones; and that is when those that go up from their diagonals are at the same rows. So waves come
-  // down and go up by turns.
+  // down and go up by turns. The last of several goes up in any case: the next bands' turns are for the first
+  // rows first.
   __device__ __forceinline__ void TakeItem(Item& item) {
     const int32_t index = atomicAdd(params_.next_item, 1);
     if (index >= params_.plan->num_key_tiles * params_.num_kv_heads) {
@@ -89,12 +90,12 @@ class Producer {
       steps += (runs[r].end - runs[r].begin + params_.rows_per_tile - 1) / params_.rows_per_tile;
     }
     item.steps = steps * params_.packs_per_kv_head;
-    item.ascending = 0;
+    int32_t wave = 0, wave_end = item.tile.band_begin * abreast + gridDim.x;
 #pragma unroll 1
-    for (int32_t wave_end = item.tile.band * abreast + gridDim.x; wave_end <= of_index.place;
-         wave_end += gridDim.x) {
-      item.ascending ^= 1;
+    for (; wave_end <= of_index.place; wave_end += gridDim.x) {
+      ++wave;
     }
+    item.ascending = wave % 2 == 1 || (wave > 0 && wave_end >= item.tile.band_end * abreast);
   }
 
   // Calls `work` for each item, in order, until there are no more.
