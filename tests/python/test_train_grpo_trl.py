@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train_grpo_trl  # noqa: E402
 
 
-def test_the_reward_rises(capsys, threads):
+def test_the_reward_rises(capsys, threads, cpu_or_gpu):
     threads(torch.get_num_threads())  # the example sets another number
-    assert train_grpo_trl.main(["--steps", "100"]) == 0
+    assert train_grpo_trl.main(["--steps", "100", "--device", cpu_or_gpu.type]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     assert len(lines) == 10 and all(line.endswith("token ratio 7.2") for line in lines)
 

@@ -111,6 +111,7 @@ def make_trainer(trainer_class, model, tmp_path, **options):
         "steps_per_generation": 1,
         "max_completion_length": RESPONSE,
         "bf16": False,
+        "use_cpu": True,
         **options,
     }
     of_trainer = {name: options.pop(name) for name in _OF_TRAINER if name in options}
@@ -119,7 +120,6 @@ def make_trainer(trainer_class, model, tmp_path, **options):
         reward_funcs=share_of_low_ids,
         args=trl.GRPOConfig(
             output_dir=str(tmp_path),
-            use_cpu=True,
             logging_steps=1,
             report_to=[],
             save_strategy="no",
