@@ -191,7 +191,7 @@ class Bench:
         self.backends = sorted(runs, key=self.sdpa_seconds.get)
 
     def other_parts(self) -> list[dict]:
-        """What the file has of parts and of micro-batches that are not measured now."""
+        """What the file has of parts, of micro-batches and of the layer's prompts that are not measured now."""
         if not (self.args.output and self.args.output.exists()):
             return []
         records = json.loads(self.args.output.read_text())
@@ -202,6 +202,8 @@ class Bench:
                     *self.args.micro_batches,
                     None,
                 )
+            if record["part"] == "layer" and self.args.layer_prompts:
+                return "layer" in self.args.parts and record.get("prompt") in (*self.args.layer_prompts, None)
             return record["part"] in self.args.parts
 
         return [record for record in records if not measured(record)]
@@ -474,10 +476,13 @@ def main() -> None:
     parser.add_argument("--response", type=positive, help="tokens of a response; 2048")
     parser.add_argument("--repeats", type=positive, default=1, help="timed calls, after one to warm up")
     parser.add_argument("--impls", nargs="+", choices=IMPLS, metavar="IMPL", help=", ".join(IMPLS))
+    parser.add_argument("--layer-prompts", type=positive, nargs="+", help="of the layer's batches; all")
     parser.add_argument("--limit-s", type=float, default=5, help="seconds; no longer call of the layer")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds; nothing that ends later")
     parser.add_argument(
-        "--output", type=Path, help="a JSON file of records; keeps those of other parts and micro-batches"
+        "--output",
+        type=Path,
+        help="a JSON file of records; keeps those of other parts, micro-batches and layer prompts",
     )
     parser.add_argument("--commit", help="what is measured, where this is not a git checkout")
     args = parser.parse_args()

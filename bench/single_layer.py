@@ -381,6 +381,8 @@ def measure_single_layer(bench) -> None:
     trials = {name: Trials() for name in args.impls or IMPLS}
     for batch in TINY_BATCHES if args.tiny else SINGLE_LAYER:
         prompt, responses = batch.groups[0]
+        if args.layer_prompts and prompt not in args.layer_prompts:
+            continue
         shape = {
             "responses": len(responses),
             "tokens": batch.tokens,

@@ -203,6 +203,14 @@ def test_records_of_what_is_not_measured_are_kept(tmp_path):
     compared = of_part(records[2:], "comparison")
     assert [record["micro_batch"] for record in compared] == [2] and "old" not in compared[0]
 
+    output.write_text(
+        json.dumps([{"part": "layer", "prompt": 39}, {"part": "layer", "prompt": 64, "old": True}])
+    )
+    records = run("--parts", "layer", "--layer-prompts", 64, "--impls", "dualkv", "--output", output)
+    assert records[0] == {"part": "layer", "prompt": 39}
+    assert [record["batch"] for record in records[1:]] == ["8192, 1", "8192, 2", "8192, 4"]
+    assert all(record["prompt"] == 64 and "old" not in record for record in records[1:])
+
 
 @pytest.mark.usefixtures("gpu")
 def test_everything_runs_on_a_gpu(tmp_path):
