@@ -475,17 +475,19 @@ DUALKV_API dualkv_status dualkv_linear_logprob_backward(const dualkv_linear_logp
 typedef struct dualkv_linear_logprob_chunk_params {
   uint32_t size;
   uint32_t version;
-  int32_t device;               /* DUALKV_CUDA, with compute capability 9.0 */
-  int32_t dtype;                /* dualkv_dtype of hidden, weight, bias and dlogits: any but DUALKV_FLOAT64 */
-  int64_t num_rows;             /* R */
-  int64_t vocab_size;           /* V */
-  int64_t vocab_begin;          /* the chunk's first entry of the vocabulary */
-  int64_t vocab_count;          /* and how many it has, at most 2^30 */
-  float* logits;                /* [R, vocab_count], aligned to 16 bytes. The forward leaves it as it is */
-  int64_t logits_row_stride;    /* >= vocab_count, a multiple of 4 */
-  const void* bias;             /* [V] contiguous, or NULL */
-  double temperature;           /* finite, > 0 */
-  double softcap;               /* c > 0 makes logits c * tanh(logit / c); 0 does not */
+  int32_t device;            /* DUALKV_CUDA, with compute capability 9.0 */
+  int32_t dtype;             /* dualkv_dtype of hidden, weight, bias and dlogits: any but DUALKV_FLOAT64 */
+  int64_t num_rows;          /* R */
+  int64_t vocab_size;        /* V */
+  int64_t vocab_begin;       /* the chunk's first entry of the vocabulary */
+  int64_t vocab_count;       /* and how many it has, at most 2^30 */
+  float* logits;             /* [R, vocab_count], aligned to 16 bytes. The forward leaves it as it is. Up to 3
+                                floats behind each row's last, to a multiple of 4, are read too, and
+                                overwritten by the backward */
+  int64_t logits_row_stride; /* >= vocab_count, a multiple of 4 */
+  const void* bias;          /* [V] contiguous, or NULL */
+  double temperature;        /* finite, > 0 */
+  double softcap;            /* c > 0 makes logits c * tanh(logit / c); 0 does not */
   const int64_t* target_ranges; /* [R, 2]: for each row the first of its targets in the next two arrays, and
                                    the first that is not one of them any more. A row may have none */
   const int64_t* targets;       /* 0 to V - 1, ascending within a row. Any other has a log-prob of NaN */

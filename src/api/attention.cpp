@@ -9,6 +9,7 @@
 
 using dualkv::api::Guard;
 using dualkv::api::IsAligned;
+using dualkv::api::kMaxElements;
 using dualkv::api::RequireData;
 using dualkv::api::RequireDevice;
 using dualkv::api::RequireDtype;
@@ -22,8 +23,6 @@ using dualkv::core::Require;
 namespace {
 
 constexpr int32_t kMaxHeadDim = 512;
-// Offsets into a tensor and the bytes of the workspace are computed in 64 bits.
-constexpr int64_t kMaxElements = int64_t{1} << 56;
 
 void RequireCudaHeadDim(int32_t head_dim) {
   if (head_dim % 8 != 0 || head_dim > dualkv::cuda::kMaxHeadDim) {

@@ -29,8 +29,11 @@ inline void RequireData(const void* data, int64_t count, const char* name) {
   core::Require(data != nullptr || count == 0, name, " must not be NULL for ", count, " entries");
 }
 
-// Real parameters come as doubles and are used in the accumulation type.
-// Largest and smallest positive normal number of the accumulation type of `dtype`.
+// The most elements that a tensor may have: far more than any memory, and few enough to count in bytes.
+inline constexpr int64_t kMaxElements = int64_t{1} << 56;
+
+// Largest and smallest positive normal number of the accumulation type of `dtype`, in which real parameters
+// are used. They come as doubles.
 inline double LargestOf(int32_t dtype) {
   return dtype == DUALKV_FLOAT64 ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
 }

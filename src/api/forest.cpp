@@ -2,32 +2,23 @@
 
 #include "api/guard.h"
 #include "api/objects.h"
+#include "core/arguments.h"
 
 using dualkv::api::Guard;
 using dualkv::api::RequirePointer;
 using dualkv::api::RequireStruct;
+using dualkv::core::AddUp;
 using dualkv::core::Forest;
 using dualkv::core::Require;
-
-namespace {
-
-// A span of `count` values; NULL is accepted for none.
-std::span<const int64_t> Span(const int64_t* values, int64_t count, const char* name) {
-  if (count > 0) {
-    RequirePointer(values, name);
-  }
-  return {values, static_cast<size_t>(count)};
-}
-
-}  // namespace
+using dualkv::core::Values;
 
 dualkv_status dualkv_forest_create(int64_t num_segments, const int64_t* lengths, const int64_t* parents,
                                    dualkv_forest** forest) {
   return Guard([&] {
     RequirePointer(forest, "forest");
     Require(num_segments >= 0, "num_segments must be >= 0, got ", num_segments);
-    *forest = new dualkv_forest{
-        Forest::FromSegments(Span(lengths, num_segments, "lengths"), Span(parents, num_segments, "parents"))};
+    *forest = new dualkv_forest{Forest::FromSegments(Values(lengths, num_segments, "lengths"),
+                                                     Values(parents, num_segments, "parents"))};
   });
 }
 
@@ -38,16 +29,12 @@ dualkv_status dualkv_forest_create_from_groups(int64_t num_groups, const int64_t
     RequirePointer(forest, "forest");
     Require(num_groups >= 0 && num_groups <= dualkv::core::kMaxRows, "num_groups must be 0 to ",
             dualkv::core::kMaxRows, ", got ", num_groups);
-    const auto counts = Span(response_counts, num_groups, "response_counts");
+    const auto counts = Values(response_counts, num_groups, "response_counts");
     int64_t num_responses = 0;
-    for (size_t g = 0; g < counts.size(); ++g) {
-      Require(counts[g] >= 0 && counts[g] <= dualkv::core::kMaxRows - num_responses, "response_counts[", g,
-              "] must be >= 0 and add up to at most ", dualkv::core::kMaxRows, ", got ", counts[g]);
-      num_responses += counts[g];
-    }
+    AddUp(counts, "response_counts", "responses", num_responses);
     *forest =
-        new dualkv_forest{Forest::FromGroups(Span(prompt_lengths, num_groups, "prompt_lengths"), counts,
-                                             Span(response_lengths, num_responses, "response_lengths"))};
+        new dualkv_forest{Forest::FromGroups(Values(prompt_lengths, num_groups, "prompt_lengths"), counts,
+                                             Values(response_lengths, num_responses, "response_lengths"))};
   });
 }
 

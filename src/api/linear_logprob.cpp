@@ -11,6 +11,7 @@
 
 using dualkv::api::Guard;
 using dualkv::api::IsAligned;
+using dualkv::api::kMaxElements;
 using dualkv::api::RequireData;
 using dualkv::api::RequireDevice;
 using dualkv::api::RequireDtype;
@@ -33,10 +34,15 @@ void CheckOptions(int32_t dtype, double temperature, double softcap) {
 void CheckSizes(const dualkv_linear_logprob_params& params) {
   RequireDtype(params.dtype);
   Require(params.num_threads >= 0, "num_threads must be >= 0, got ", params.num_threads);
-  Require(params.hidden_rows >= 0, "hidden_rows must be >= 0, got ", params.hidden_rows);
-  Require(params.hidden_dim >= 1, "hidden_dim must be >= 1, got ", params.hidden_dim);
-  Require(params.vocab_size >= 0, "vocab_size must be >= 0, got ", params.vocab_size);
-  Require(params.num_targets >= 0, "num_targets must be >= 0, got ", params.num_targets);
+  Require(params.hidden_dim >= 1 && params.hidden_dim <= kMaxElements, "hidden_dim must be 1 to ",
+          kMaxElements, ", got ", params.hidden_dim);
+  const int64_t most = kMaxElements / params.hidden_dim;
+  auto require_count = [](int64_t count, int64_t largest, const char* name) {
+    Require(count >= 0 && count <= largest, name, " must be 0 to ", largest, ", got ", count);
+  };
+  require_count(params.hidden_rows, most, "hidden_rows");
+  require_count(params.vocab_size, most, "vocab_size");
+  require_count(params.num_targets, kMaxElements, "num_targets");
   Require(params.hidden_rows > 0 || params.num_targets == 0, "hidden_rows must be >= 1 for ",
           params.num_targets, " targets, got 0");
   Require(params.vocab_size > 0 || params.num_targets == 0, "vocab_size must be >= 1 for ",

@@ -280,6 +280,7 @@ std::vector<int64_t> CutIntoParts(Plan& plan) {
       auto run = schedule.runs.begin() + tile.run_begin;
       int32_t done = 0;  // rows of *run that earlier parts have taken
       const int64_t pieces = std::max<int64_t>((visits_of_tiles[t] + length - 1) / length, 1);
+      plan.num_split_tiles += pieces > 1;
       for (int64_t piece = pieces - 1; piece >= 0; --piece) {  // counted from the last rows
         const auto run_begin = static_cast<int32_t>(runs.size());
         for (int64_t left = piece == pieces - 1 ? visits_of_tiles[t] - piece * length : length; left > 0;) {
@@ -316,7 +317,7 @@ void OrderByBands(Plan& plan, std::span<const int64_t> most_visits) {
   std::iota(order.begin(), order.end(), 0);
   std::ranges::stable_sort(order, {}, [&](int32_t t) {
     const int32_t band = plan.band[t];
-    return std::pair(-std::bit_width(static_cast<uint64_t>(most_visits[band])), band);
+    return std::pair(-static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(most_visits[band]))), band);
   });
   Reorder(plan.backward.tiles, order);
   Reorder(plan.partial, order);
@@ -328,6 +329,7 @@ void OrderByBands(Plan& plan, std::span<const int64_t> most_visits) {
       first = static_cast<int32_t>(t);
     }
     plan.band[t] = first;
+    plan.longest_band = std::max(plan.longest_band, static_cast<int32_t>(t) - first + 1);
   }
 }
 

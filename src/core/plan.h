@@ -59,8 +59,10 @@ struct Plan {
   std::vector<int32_t> turn;
   int32_t backward_parts;
   int64_t num_partials = 0;
+  int64_t num_split_tiles = 0;  // key tiles that were cut
   std::vector<int32_t> partial;
   std::vector<int32_t> band;
+  int32_t longest_band = 0;  // in tiles
 };
 
 // The most parts that key tiles are cut into, see CutIntoParts in plan.cpp.

@@ -33,15 +33,9 @@ std::vector<ImageSplitTile> SplitTiles(const Plan& plan) {
   return split;
 }
 
-struct Layout {
-  PlanImageHeader header;
-  std::vector<ImageSplitTile> split_tiles;
-  uint64_t bytes;
-};
-
-Layout LayOut(const Plan& plan) {
+// The header, and the bytes of the whole image.
+std::pair<PlanImageHeader, uint64_t> LayOut(const Plan& plan) {
   PlanImageHeader header{};
-  std::vector<ImageSplitTile> split_tiles = SplitTiles(plan);
   uint64_t end = AlignUp(sizeof(PlanImageHeader));
   auto place = [&](uint64_t bytes) {
     const uint64_t begin = end;
@@ -52,26 +46,26 @@ Layout LayOut(const Plan& plan) {
   header.runs = place(plan.forward.runs.size() * sizeof(ImageRun));
   header.key_tiles = place(plan.backward.tiles.size() * sizeof(ImageKeyTile));
   header.query_runs = place(plan.backward.runs.size() * sizeof(ImageQueryRun));
-  header.split_tiles = place(split_tiles.size() * sizeof(ImageSplitTile));
+  header.split_tiles = place(plan.num_split_tiles * sizeof(ImageSplitTile));
   header.cleared = place(plan.cleared.size() * sizeof(Interval));
   header.positions = place(plan.positions.size() * sizeof(int32_t));
   header.num_tiles = static_cast<int32_t>(plan.forward.tiles.size());
   header.num_key_tiles = static_cast<int32_t>(plan.backward.tiles.size());
-  header.num_split_tiles = static_cast<int32_t>(split_tiles.size());
+  header.num_split_tiles = static_cast<int32_t>(plan.num_split_tiles);
   header.num_cleared = static_cast<int32_t>(plan.cleared.size());
   header.total_tokens = static_cast<int32_t>(plan.forest.total_tokens());
   // A window as wide as all rows hides nothing.
   header.window_left =
       static_cast<int32_t>(std::min<int64_t>(plan.window_left, std::numeric_limits<int32_t>::max()));
-  return {header, std::move(split_tiles), end};
+  return {header, end};
 }
 
 }  // namespace
 
-size_t PlanImageBytes(const Plan& plan) { return LayOut(plan).bytes; }
+size_t PlanImageBytes(const Plan& plan) { return LayOut(plan).second; }
 
 void WritePlanImage(const Plan& plan, std::byte* image) {
-  const auto [header, split_tiles, bytes] = LayOut(plan);
+  const auto [header, bytes] = LayOut(plan);
   std::memset(image, 0, bytes);
   std::memcpy(image, &header, sizeof(header));
   auto* tiles = reinterpret_cast<dualkv_tile*>(image + header.tiles);
@@ -105,6 +99,7 @@ void WritePlanImage(const Plan& plan, std::byte* image) {
     const dualkv_run& run = plan.backward.runs[r];
     query_runs[r] = {.begin = run.begin, .end = run.end, .masked = run.masked, .turn = plan.turn[r]};
   }
+  const std::vector<ImageSplitTile> split_tiles = SplitTiles(plan);
   std::copy(split_tiles.begin(), split_tiles.end(),
             reinterpret_cast<ImageSplitTile*>(image + header.split_tiles));
   std::copy(plan.cleared.begin(), plan.cleared.end(), reinterpret_cast<Interval*>(image + header.cleared));

@@ -6,6 +6,7 @@
 #include "core/plan.h"
 #include "cuda/attention.h"
 #include "cuda/attention_backward/config.cuh"
+#include "cuda/attention_backward/finish.cuh"
 #include "cuda/attention_backward/launch.h"
 #include "cuda/attention_backward/prepare.cuh"
 #include "cuda/launch.h"
@@ -30,22 +31,19 @@ constexpr int32_t kMultiprocessors = 132;
 // the longest band, one that comes down and one that goes up.
 int32_t HeadsAbreast(const core::Plan& plan, int32_t num_kv_heads) {
   constexpr int32_t kTwoWaves = 256;  // almost: a power of two, as prompts' lengths often are
-  int32_t tiles = 0;
-  for (int32_t t = 0; t < static_cast<int32_t>(plan.band.size()); ++t) {
-    tiles = std::max(tiles, t - plan.band[t] + 1);
-  }
-  const int32_t sections = LargestDivisor(num_kv_heads, num_kv_heads * tiles / kTwoWaves);
+  const int64_t items = int64_t{num_kv_heads} * plan.longest_band;
+  const int32_t sections = LargestDivisor(num_kv_heads, items / kTwoWaves);
   return num_kv_heads / sections;
 }
 
 // The caller's workspace.
 struct Workspace {
   int32_t* next_item;
-  int32_t* turns;    // [H / packed, row_pitch], for results that repeat
-  float* exponents;  // [H / packed, row_pitch]
-  float* delta;      // [H / packed, row_pitch]
-  float* dq;         // [H / packed * row_pitch, kernel's D]
-  float* partials;   // [parts, Hk, 2, kKeyTile, kernel's D]
+  int32_t* turns;   // [H / packed, row_pitch], for results that repeat
+  float* lse_log2;  // [H / packed, row_pitch]
+  float* delta;     // [H / packed, row_pitch]
+  float* dq;        // [H / packed * row_pitch, kernel's D]
+  float* partials;  // [parts, Hk, 2, kKeyTile, kernel's D]
   int64_t row_pitch;
   int64_t num_counters;
   size_t bytes;
@@ -66,7 +64,7 @@ struct Workspace {
     num_counters = 64 + (params.deterministic ? rows : 0);  // the counter of items has a line of its own
     next_item = static_cast<int32_t*>(take(num_counters));
     turns = params.deterministic && next_item != nullptr ? next_item + 64 : nullptr;
-    exponents = static_cast<float*>(take(rows));
+    lse_log2 = static_cast<float*>(take(rows));
     delta = static_cast<float*>(take(rows));
     dq = static_cast<float*>(take(rows * KernelHeadDim(forward.head_dim)));
     const int64_t parts = params.any_plan ? core::MostPartials(plan.backward_parts) : plan.num_partials;
@@ -112,7 +110,7 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
                                  .dout = params.dout,
                                  .lse = lse,
                                  .dlse = static_cast<const float*>(params.dlse),
-                                 .exponents = workspace.exponents,
+                                 .lse_log2 = workspace.lse_log2,
                                  .delta = workspace.delta,
                                  .row_pitch = workspace.row_pitch,
                                  .dq = workspace.dq,
@@ -129,7 +127,7 @@ void AttentionBackward(const dualkv_attention_backward_params& params, const cor
                        .keys = MapKeys(forward, forward.k, kKeyTile),
                        .values = MapKeys(forward, forward.v, kKeyTile),
                        .plan = image,
-                       .lse = workspace.exponents,
+                       .lse_log2 = workspace.lse_log2,
                        .delta = workspace.delta,
                        .dq = workspace.dq,
                        .row_pitch = workspace.row_pitch,

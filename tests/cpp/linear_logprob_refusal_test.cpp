@@ -95,24 +95,34 @@ TEST_F(LinearLogprobRefuses, NegativeThreads) {
   ExpectRefused("num_threads must be >= 0, got -1");
 }
 
-TEST_F(LinearLogprobRefuses, NegativeHiddenRows) {
-  forward_.hidden_rows = -1;
-  ExpectRefused("hidden_rows must be >= 0, got -1");
+TEST_F(LinearLogprobRefuses, HiddenRowsOutOfRange) {
+  forward_.hidden_dim = 4;
+  for (const int64_t rows : {int64_t{-1}, int64_t{1} << 62}) {
+    forward_.hidden_rows = rows;
+    ExpectRefused("hidden_rows must be 0 to 18014398509481984, got " + std::to_string(rows));
+  }
 }
 
-TEST_F(LinearLogprobRefuses, HiddenDimBelowOne) {
-  forward_.hidden_dim = 0;
-  ExpectRefused("hidden_dim must be >= 1, got 0");
+TEST_F(LinearLogprobRefuses, HiddenDimOutOfRange) {
+  for (const int64_t dim : {int64_t{0}, int64_t{1} << 57}) {
+    forward_.hidden_dim = dim;
+    ExpectRefused("hidden_dim must be 1 to 72057594037927936, got " + std::to_string(dim));
+  }
 }
 
-TEST_F(LinearLogprobRefuses, NegativeVocabSize) {
-  forward_.vocab_size = -1;
-  ExpectRefused("vocab_size must be >= 0, got -1");
+TEST_F(LinearLogprobRefuses, VocabSizeOutOfRange) {
+  forward_.hidden_dim = 4;
+  for (const int64_t size : {int64_t{-1}, int64_t{1} << 62}) {
+    forward_.vocab_size = size;
+    ExpectRefused("vocab_size must be 0 to 18014398509481984, got " + std::to_string(size));
+  }
 }
 
-TEST_F(LinearLogprobRefuses, NegativeNumTargets) {
-  forward_.num_targets = -1;
-  ExpectRefused("num_targets must be >= 0, got -1");
+TEST_F(LinearLogprobRefuses, NumTargetsOutOfRange) {
+  for (const int64_t count : {int64_t{-1}, int64_t{1} << 57}) {
+    forward_.num_targets = count;
+    ExpectRefused("num_targets must be 0 to 72057594037927936, got " + std::to_string(count));
+  }
 }
 
 TEST_F(LinearLogprobRefuses, TargetsWithoutRows) {

@@ -91,9 +91,9 @@ struct SharedMemory {
   alignas(1024) Element queries[kStages][kBoxes][kRows][64];
   alignas(1024) Element douts[kStages][kBoxes][kRows][64];
   alignas(1024) Element dscores[kScoreBuffers][kRows / 64][kKeyTile][64];  // [keys, rows]
-  // Of each row of the products, beside the queries: lse, delta, and the keys of the tile that the row sees
-  // if the step is masked.
-  alignas(16) float lse[kStages][kRows];
+  // Of each row of the products, beside the queries: lse_log2, delta, and the keys of the tile that the row
+  // sees if the step is masked.
+  alignas(16) float lse_log2[kStages][kRows];
   alignas(16) float delta[kStages][kRows];
   alignas(16) KeyInterval visible[kStages][kRows];
   Step steps[kStages];
@@ -113,11 +113,11 @@ struct Params {
   CUtensorMap keys;     // [rows, Hk, D]
   CUtensorMap values;   // [rows, Hk, D]
   const core::PlanImageHeader* plan;
-  const float* lse;    // [H / packed, row_pitch], in the units of base-2 exponents
-  const float* delta;  // [H / packed, row_pitch]
-  float* dq;           // see AccumulatedRow
-  int64_t row_pitch;   // rows of dq, lse and delta for each H / packed: query_rows * packed, rounded up
-  float* partials;     // [num_partials, Hk, 2 (dK, dV), kKeyTile, kernel's D]
+  const float* lse_log2;  // [H / packed, row_pitch], in the units of base-2 exponents
+  const float* delta;     // [H / packed, row_pitch]
+  float* dq;              // see AccumulatedRow
+  int64_t row_pitch;      // rows of dq, lse and delta for each H / packed: query_rows * packed, rounded up
+  float* partials;        // [num_partials, Hk, 2 (dK, dV), kKeyTile, kernel's D]
   int32_t* next_item;
   int32_t* turns;           // [H / packed, row_pitch]: visits that the tile with this first row
                             // has had, counted by each warp of the reducer; or null

@@ -63,7 +63,7 @@ class Consumer {
     ptx::WgmmaFence();
     Multiply(scores, memory_.keys, memory_.queries[queries_.index]);
     ptx::WgmmaCommit();
-    const float2* lses = PairsOf(memory_.lse[queries_.index]);
+    const float2* lses = PairsOf(memory_.lse_log2[queries_.index]);
     ptx::WgmmaWait<0>();
     RingPosition<Memory::kStages> last = queries_;
     for (bool first = true;; first = false) {
@@ -108,7 +108,7 @@ class Consumer {
       MultiplyTransposed(dkeys, dscores, memory_.queries[last.index]);
       ptx::WgmmaCommit();
       HandOver();
-      lses = PairsOf(memory_.lse[queries_.index]);
+      lses = PairsOf(memory_.lse_log2[queries_.index]);
       ptx::WgmmaWait<1>();
     }
     HandOver();

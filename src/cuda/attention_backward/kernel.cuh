@@ -4,6 +4,7 @@
 
 #include "cuda/attention_backward/config.cuh"
 #include "cuda/attention_backward/consumer.cuh"
+#include "cuda/attention_backward/finish.cuh"
 #include "cuda/attention_backward/launch.h"
 #include "cuda/attention_backward/prepare.cuh"
 #include "cuda/attention_backward/producer.cuh"

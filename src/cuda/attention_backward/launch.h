@@ -1,4 +1,5 @@
-// Launches of the backward's kernels, one for each head dim and type; each is compiled in a file of its own.
+// Launches of the backward's kernels, one for each of the kernels' head dims, which is compiled in a file of
+// its own.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -90,12 +90,11 @@ class Producer {
       steps += (runs[r].end - runs[r].begin + params_.rows_per_tile - 1) / params_.rows_per_tile;
     }
     item.steps = steps * params_.packs_per_kv_head;
-    int32_t wave = 0, wave_end = item.tile.band_begin * abreast + gridDim.x;
-#pragma unroll 1
-    for (; wave_end <= of_index.place; wave_end += gridDim.x) {
-      ++wave;
-    }
-    item.ascending = wave % 2 == 1 || (wave > 0 && wave_end >= item.tile.band_end * abreast);
+    const int32_t band_begin = item.tile.band_begin * abreast, band_end = item.tile.band_end * abreast;
+    const int32_t blocks = gridDim.x;
+    const int32_t wave = (of_index.place - band_begin) / blocks;
+    const int32_t last_wave = (band_end - 1 - band_begin) / blocks;
+    item.ascending = wave % 2 == 1 || (wave > 0 && wave == last_wave);
   }
 
   // Calls `work` for each item, in order, until there are no more.
@@ -220,7 +219,7 @@ class Producer {
         for (int32_t p = ptx::FreshLane(); p < kRows; p += 32) {
           const bool valid = p < step.rows;
           const int64_t row = valid ? first_row + p : 0;
-          ptx::CopyWord(&memory_.lse[stage.index][p], params_.lse + row, valid);
+          ptx::CopyWord(&memory_.lse_log2[stage.index][p], params_.lse_log2 + row, valid);
           ptx::CopyWord(&memory_.delta[stage.index][p], params_.delta + row, valid);
         }
         if (step.flags & Step::kMasked) {
