@@ -38,10 +38,11 @@ def cast_for_autocast(*tensors):
 
 
 def number(x, name: str) -> float:
-    """x as a float. Tensors are refused: they would seem to get a gradient."""
-    if isinstance(x, (int, float)):
+    """x as a float. Tensors are refused: they would seem to get a gradient; and booleans, which stand for nothing
+    but a mistake in the order of arguments."""
+    if isinstance(x, (int, float)) and not isinstance(x, bool):
         return x
-    if isinstance(x, (torch.Tensor, str, bytes)) or not hasattr(x, "__float__"):
+    if isinstance(x, (torch.Tensor, str, bytes, bool)) or not hasattr(x, "__float__"):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
     return float(x)
 

@@ -139,9 +139,7 @@ def attend(
         number(softcap, "softcap"),
         query_row_begin,
     )
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
-        return _Attention.apply(q, k, v, sinks, savable(segments), options, deterministic)
-    return torch.ops.dualkv.attention_forward(q, k, v, sinks, segments, *options)
+    return _Attention.apply(q, k, v, sinks, savable(segments), options, deterministic)
 
 
 def _require_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:

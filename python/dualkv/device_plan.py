@@ -32,7 +32,7 @@ class DevicePlan:
         q.copy_(..)                                    # rows past next_forest's may hold anything
         graph.replay()                                 # their results are 0
 
-    Keep it for as long as a graph that has captured it may be replayed. Streams other than the one of `load`
+    Keep it until the backward has been computed, and for as long as a graph that has captured it may be replayed. Streams other than the one of `load`
     have to wait for that one, as for any tensor.
 
     Its image must stay where it is: a backward does not find the plan, and raises, if a hook has moved the
@@ -166,8 +166,9 @@ def plan_on_device(
         slot = _device_plans.get(segments.data_ptr())
         if slot is None:
             raise ValueError(
-                "segments must be an int64 CPU tensor [S, 2] or the image of a dualkv.DevicePlan, "
-                f"got {segments.dtype} {list(segments.shape)} on {segments.device}"
+                "segments must be an int64 CPU tensor [S, 2] or the image of a dualkv.DevicePlan that is still "
+                f"there, got {segments.dtype} {list(segments.shape)} on {segments.device}: keep a DevicePlan until "
+                "the backward has been computed"
             )
         return slot._plan_for(q, k, window_left, stream), segments
     refuse_capture(

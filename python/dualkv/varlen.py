@@ -8,6 +8,7 @@ from ._tensors import (
     cast_for_autocast,
     int64_vector,
     integer,
+    number,
     require_dimensions,
     require_same_device,
     require_same_dtype,
@@ -61,7 +62,8 @@ def flash_attn_dualkv_varlen_func(
         max_seqlen_q: no less than the longest sequence of q.
         context_seqlen: P.
         max_seqlen_k_decoded: no less than the longest response.
-        softmax_scale: scores are softmax_scale * q.k, D ** -0.5 if None.
+        softmax_scale: scores are softmax_scale * q.k, D ** -0.5 if None. Not 0: flash_attn's functions have
+            dropout_p in its place.
         causal: must be True.
 
     Returns:
@@ -76,6 +78,8 @@ def flash_attn_dualkv_varlen_func(
     """
     if not causal:
         raise ValueError("causal must be True: attention over shared prefixes is causal, got False")
+    if softmax_scale is not None and number(softmax_scale, "softmax_scale") == 0:
+        raise ValueError(f"softmax_scale must not be 0, got {softmax_scale}: there is no dropout_p before it")
     names = ("q", "k_context", "v_context", "k_decoded", "v_decoded")
     tensors = (q, k_context, v_context, k_decoded, v_decoded)
     require_tensors(**dict(zip(names, tensors)))
@@ -163,11 +167,11 @@ def _require_shapes(q, k_context, v_context, k_decoded, v_decoded, context_seqle
                 f"k_context and {name} must have the same heads and head dim, "
                 f"got {list(k_context.shape[1:])} and {list(x.shape[1:])}"
             )
-    if k_decoded.shape != v_decoded.shape:
-        raise ValueError(
-            f"k_decoded and v_decoded must have the same shape, got {list(k_decoded.shape)} and "
-            f"{list(v_decoded.shape)}"
-        )
+    for k, v, name in ((k_context, v_context, "context"), (k_decoded, v_decoded, "decoded")):
+        if k.shape != v.shape:
+            raise ValueError(
+                f"k_{name} and v_{name} must have the same shape, got {list(k.shape)} and {list(v.shape)}"
+            )
 
 
 def _lengths(

@@ -67,6 +67,8 @@ def test_values():
     for scale, text in ((float("nan"), "nan"), (float("inf"), "inf")):
         with pytest.raises(ValueError, match=f"scale must be finite, got {text}"):
             attend(scale=scale)
+    with pytest.raises(TypeError, match="scale must be a number, got bool"):
+        attend(scale=True)
     for softcap, text in ((-1.0, "-1"), (float("nan"), "nan"), (float("inf"), "inf")):
         with pytest.raises(ValueError, match=f"softcap must be finite and >= 0, got {text}"):
             attend(softcap=softcap)

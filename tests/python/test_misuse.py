@@ -73,6 +73,29 @@ def test_second_derivatives_of_attention_raise():
         torch.autograd.grad(gradient.square().sum() + (q**3).sum(), q)
 
 
+def test_forward_mode_derivatives_raise():
+    """Of any input, though none requires a gradient."""
+    forest, inputs = group()
+    inputs = [x.detach() for x in inputs]
+    cu = [0, 1, 3]
+    for x in range(3):
+        with torch.autograd.forward_ad.dual_level():
+            duals = list(inputs)
+            duals[x] = torch.autograd.forward_ad.make_dual(inputs[x], torch.ones_like(inputs[x]))
+            with pytest.raises(NotImplementedError, match="jvp"):
+                dualkv.attention(*duals, forest)
+    q, k, v = inputs
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.jvp(lambda q: dualkv.attention(q, k, v, forest), (q,), (q,))
+    with pytest.raises(RuntimeError, match="functorch"):
+        context, decoded = (k[:2], v[:2]), (k[2:5], v[2:5])
+        torch.func.jvp(
+            lambda q: dualkv.flash_attn_dualkv_varlen_func(q, *context, *decoded, cu, cu, 2, 2, 2),
+            (q[2:5],),
+            (q[2:5],),
+        )
+
+
 def test_second_derivatives_of_linear_logprob_raise():
     hidden = torch.randn(2, 3, requires_grad=True)
     logprob, _ = dualkv.linear_logprob(hidden, torch.randn(4, 3), torch.tensor([0, 1]), torch.tensor([1, 2]))

@@ -163,6 +163,12 @@ def test_other_geometries_and_arguments_are_refused():
         call(torch.zeros(6, 1, 8), split(*2 * [torch.zeros(7, 1, 8)], 3), [0, 5, 6], [0, 2, 4], 3)
     with pytest.raises(ValueError, match="causal must be True.*False"):
         call(q, kv, [0, 2, 3], [0, 2, 3], 3, causal=False)
+    with pytest.raises(ValueError, match="softmax_scale must not be 0, got 0.0: there is no dropout_p"):
+        call(q, kv, [0, 2, 3], [0, 2, 3], 3, softmax_scale=0.0)
+    with pytest.raises(TypeError, match="softmax_scale must be a number, got bool"):
+        call(q, kv, [0, 2, 3], [0, 2, 3], 3, softmax_scale=True)
+    with pytest.raises(ValueError, match=r"k_context and v_context .* \[3, 1, 8\] and \[3, 2, 8\]"):
+        call(q, (kv[0], kv[1].expand(3, 2, 8), *kv[2:]), [0, 2, 3], [0, 2, 3], 3)
     with pytest.raises(TypeError, match="v_context must be a torch.Tensor, got list"):
         call(q, (kv[0], [], *kv[2:]), [0, 2, 3], [0, 2, 3], 3)
     with pytest.raises(TypeError, match="k_context torch.float32, .*k_decoded torch.bfloat16"):
