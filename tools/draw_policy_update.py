@@ -157,16 +157,18 @@ def layer_table(records: list[dict]) -> list[str]:
 
 
 def commits_of(records: list[dict]) -> str:
-    """One, or several with the micro-batches that were measured at each."""
+    """One, or several with the micro-batches, or a layer's prompts, that were measured at each."""
+    of_layer = "micro_batch" not in records[0]
+    what, key = ("prompts", "prompt") if of_layer else ("micro-batches", "micro_batch")
     batches: dict[str, list[int]] = {}
     for record in records:
         commit, _, dirty = record["commit"].partition("-")
         name = f"`{commit[:12]}`{' with changes' if dirty else ''}"
-        batches.setdefault(name, []).append(record.get("micro_batch", 0))
+        batches.setdefault(name, []).append(record.get(key, 0))
     if len(batches) == 1:
         return f"commit {next(iter(batches))}"
     found = (
-        f"{name} (micro-batches {', '.join(map(str, sorted(set(of_commit))))})"
+        f"{name} ({what} {', '.join(map(str, sorted(set(of_commit))))})"
         for name, of_commit in batches.items()
     )
     return f"commits {' and '.join(sorted(found))}"
