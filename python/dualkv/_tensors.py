@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 
+import numpy as np
 import torch
 
 from . import _abi
@@ -16,7 +17,16 @@ DTYPE_CODES = {
     torch.float16: _abi.FLOAT16,
 }
 
-INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# All values of these are int64 values too; not so of uint64.
+INTEGER_DTYPES = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -58,6 +68,12 @@ def integer(x, name: str) -> int:
     return value
 
 
+def require_bool(x, name: str) -> None:
+    """A string or a number is refused: "false" would be true."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} must be a bool, got {type(x).__name__}")
+
+
 def require_tensors(**tensors) -> None:
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
@@ -75,6 +91,21 @@ def require_dimensions(x: torch.Tensor, name: str, dimensions: str) -> None:
     expected = dimensions.count(",") + 1
     if x.dim() != expected:
         raise ValueError(f"{name} must be {dimensions}, {expected}-dimensional, got shape {list(x.shape)}")
+
+
+def require_mask(mask: torch.Tensor, name: str) -> None:
+    """0 and 1 (or booleans), so that no labels, weights or NaN count as kept. Checks values on the CPU alone:
+    those on a GPU would have to be waited for."""
+    if mask.dtype == torch.bool or mask.device.type != "cpu":
+        return
+    wrong = ((mask != 0) & (mask != 1)).nonzero()
+    if len(wrong) > 0:
+        place = wrong[0].tolist()
+        where = "".join(f"[{index}]" for index in place)
+        raise ValueError(
+            f"{name}{where} must be 0 or 1, got {mask[tuple(place)].item():g}; "
+            "labels are no mask, labels != -100 is one"
+        )
 
 
 # The checks that follow run in every call: their messages are put together only where one fails.
@@ -152,10 +183,21 @@ def savable(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
 
+def array_tensor(values, name: str) -> torch.Tensor:
+    """An array of numbers, of any strides and byte order, as a CPU tensor that shares nothing with it."""
+    array = np.asarray(values)
+    try:
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must be an array of numbers, got {array.dtype} of shape {list(array.shape)}"
+        ) from error
+
+
 def int64_vector(values, name: str) -> torch.Tensor:
     """A list, tensor or array of integers as an int64 CPU tensor [n]."""
     if isinstance(values, torch.Tensor) or hasattr(values, "tolist"):
-        values = torch.as_tensor(values)
+        values = values if isinstance(values, torch.Tensor) else array_tensor(values, name)
         if values.dim() == 1 and values.numel() == 0:  # without entries a tensor's type says nothing
             return torch.empty(0, dtype=torch.int64, device="cpu")
         if values.dtype not in INTEGER_DTYPES or values.dim() != 1:
@@ -164,16 +206,35 @@ def int64_vector(values, name: str) -> torch.Tensor:
             )
         return values.to("cpu", torch.int64)
     try:
-        return torch.tensor([operator.index(value) for value in values], dtype=torch.int64, device="cpu")
+        values = list(values)
+        refuse_bools(values)
+        return torch.tensor(list(map(operator.index, values)), dtype=torch.int64, device="cpu")
     except TypeError as error:
         raise TypeError(f"{name} must be a list of integers: {error}") from error
+    except (OverflowError, RuntimeError, ValueError) as error:  # depends on the version of torch
+        raise ValueError(f"{name} must be a list of integers of 64 bits: {error}") from error
+
+
+def refuse_bools(values: list) -> None:
+    """Python takes them for integers; in a list of ids or lengths they are a mask by mistake."""
+    if bool in map(type, values):
+        raise TypeError("it has an entry of type bool")
+
+
+def length_vector(values, name: str) -> torch.Tensor:
+    """A list, tensor or array of integers >= 0 as an int64 CPU tensor [n]."""
+    lengths = int64_vector(values, name)
+    if len(lengths) > 0 and lengths.min() < 0:
+        place = int(lengths.argmin())
+        raise ValueError(f"{name}[{place}] must be >= 0, got {int(lengths[place])}")
+    return lengths
 
 
 def group_lengths(prompt_lengths, response_lengths) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Lengths of groups as the C library takes them: of prompts [G], numbers of responses [G], and lengths of
     all responses, group by group."""
-    prompts = int64_vector(prompt_lengths, "prompt_lengths")
-    responses = [int64_vector(group, f"response_lengths[{g}]") for g, group in enumerate(response_lengths)]
+    prompts = length_vector(prompt_lengths, "prompt_lengths")
+    responses = [length_vector(group, f"response_lengths[{g}]") for g, group in enumerate(response_lengths)]
     if len(prompts) != len(responses):
         raise ValueError(
             "prompt_lengths and response_lengths must have as many groups, "

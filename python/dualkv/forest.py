@@ -10,7 +10,7 @@ import torch
 
 from . import _abi
 from ._library import Handle, library
-from ._tensors import copy_int64, group_lengths, int64_vector
+from ._tensors import copy_int64, group_lengths, int64_vector, require_tensors
 
 
 class SegmentForest:
@@ -27,12 +27,19 @@ class SegmentForest:
             what the operators take, so treat it as read-only.
 
     Forests are compared by value and can be pickled.
+
+    Raises:
+        ValueError: `segments` has another shape, type or device, a length is negative, or the segments are
+            not in preorder.
+        TypeError: `segments` is no tensor.
     """
 
     segments: torch.Tensor
 
     def __init__(self, segments: torch.Tensor):
+        require_tensors(segments=segments)
         _require_segments(segments)
+        _forest(segments)
         self.segments = segments
 
     @classmethod
@@ -77,9 +84,7 @@ class SegmentForest:
             raise ValueError(
                 f"lengths and parents must have as many entries, got {len(lengths)} and {len(parents)}"
             )
-        segments = torch.stack([lengths, parents], dim=1)
-        _forest(segments)
-        return cls(segments)
+        return cls(torch.stack([lengths, parents], dim=1))
 
     @property
     def num_segments(self) -> int:

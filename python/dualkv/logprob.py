@@ -74,6 +74,8 @@ def linear_logprob(
         RuntimeError: a CUDA graph is being captured and rows and targets are on the CPU.
     """
     require_tensors(hidden=hidden, weight=weight, rows=rows, targets=targets)
+    if bias is not None:
+        require_tensors(bias=bias)
     hidden, weight, bias = cast_for_autocast(hidden, weight, bias)
     require_same_dtype(hidden=hidden, weight=weight, bias=bias)
     _require_devices(hidden, weight, bias, rows, targets)

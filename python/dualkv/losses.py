@@ -24,9 +24,14 @@ import torch
 
 from ._tensors import (
     accumulation_dtype,
+    array_tensor,
     int64_vector,
+    integer,
+    length_vector,
     number,
+    require_bool,
     require_list,
+    require_mask,
     require_same_device,
     require_tensors,
 )
@@ -57,12 +62,16 @@ Responses = Union[PackedBatch, Sequence[int]]
 class Counts:
     """What losses are divided by: of the global batch, over all of its micro-batches and ranks.
 
-    Counts add up: `count(these) + count(those)`. They may be more than those of the batches that a loss is
-    called with, never less.
+    Counts add up: `count(these) + count(those)`, `sum(counts_of_parts)`. They may be more than those of the
+    batches that a loss is called with, never less.
 
     Attributes:
         tokens: tokens that the masks keep.
         sequences: responses with at least one such token.
+
+    Raises:
+        ValueError: one of them is negative, or there are more sequences than tokens.
+        TypeError: one of them is not an integer.
     """
 
     tokens: int
@@ -70,10 +79,24 @@ class Counts:
 
     def __post_init__(self):
         for name in ("tokens", "sequences"):
-            _require_range(name, getattr(self, name), 0.0)
+            value = integer(getattr(self, name), name)
+            if value < 0:
+                raise ValueError(f"{name} must be >= 0, got {value}")
+            object.__setattr__(self, name, value)
+        if self.sequences > self.tokens:
+            raise ValueError(
+                "sequences must be at most tokens, since each has one, "
+                f"got sequences {self.sequences} and tokens {self.tokens}"
+            )
 
     def __add__(self, other: Counts) -> Counts:
+        if not isinstance(other, Counts):
+            return NotImplemented
         return Counts(self.tokens + other.tokens, self.sequences + other.sequences)
+
+    def __radd__(self, other: int) -> Counts:
+        """For sum(), which starts with 0."""
+        return self if other == 0 else NotImplemented
 
 
 def count(batches: Sequence[Responses], masks: Sequence[torch.Tensor | None] | None = None) -> Counts:
@@ -84,7 +107,8 @@ def count(batches: Sequence[Responses], masks: Sequence[torch.Tensor | None] | N
         masks: for each batch its mask [M] as the loss takes it, or None; None if no batch has one.
 
     Raises:
-        ValueError: `masks` has another length than `batches`, or a mask another than its batch has targets.
+        ValueError: `masks` has another length than `batches`, a mask another than its batch has targets, or
+            other values than 0 and 1.
         TypeError: `batches` or `masks` is no list, as where one batch was given, or a mask is no tensor.
     """
     require_list(batches, "batches", "batch")
@@ -93,12 +117,14 @@ def count(batches: Sequence[Responses], masks: Sequence[torch.Tensor | None] | N
     if len(masks) != len(batches):
         raise ValueError(f"masks must have an entry for each batch, got {len(masks)} and {len(batches)}")
     tokens = sequences = 0
-    for batch, mask in zip(batches, masks):
-        lengths = _lengths(batch)
+    for i, (batch, mask) in enumerate(zip(batches, masks)):
+        lengths = _lengths(batch, f"batches[{i}]")
         if mask is not None:
             require_tensors(mask=mask)
             _require_size("mask", mask, sum(lengths))
-            lengths = [int(own.count_nonzero()) for own in mask.cpu().split(lengths)]
+            mask = mask.cpu()
+            require_mask(mask, f"masks[{i}]")
+            lengths = [int(own.count_nonzero()) for own in mask.split(lengths)]
         tokens += sum(lengths)
         sequences += sum(length > 0 for length in lengths)
     return Counts(tokens, sequences)
@@ -110,8 +136,8 @@ def group_advantages(rewards, group_ids, *, scale: str = "group", eps: float = 1
     Groups have to be whole, so this comes before a batch is cut.
 
     Args:
-        rewards: [S], finite, one for each response. NaN: not scored; it counts in no mean and its advantage
-            is 0.
+        rewards: [S], finite, one for each response: a list, tensor or array of numbers. NaN: not scored; it
+            counts in no mean and its advantage is 0.
         group_ids: [S], integers, strings or anything else that can be a key.
         scale: "group", std of the group; "batch", std of all rewards; "none", not divided (Dr. GRPO).
         eps: > 0, added to the standard deviation, which is that of samples (divided by n - 1).
@@ -123,10 +149,11 @@ def group_advantages(rewards, group_ids, *, scale: str = "group", eps: float = 1
     Raises:
         ValueError: an unknown `scale`, `eps` below 1e-12, not one id for each reward, or a reward that is
             infinite.
+        TypeError: `rewards` are no real numbers, or a group id cannot be a key.
     """
     _require_choice("scale", scale, SCALES)
     _require_range("eps", eps, 1e-12)
-    rewards = torch.as_tensor(rewards)
+    rewards = _rewards(rewards)
     groups = _group_numbers(group_ids).to(rewards.device)
     if rewards.shape != groups.shape:
         raise ValueError(
@@ -145,16 +172,34 @@ def group_advantages(rewards, group_ids, *, scale: str = "group", eps: float = 1
 
     scored = ~rewards.isnan()
     values = torch.where(scored, rewards.double(), 0.0)
+    # Large rewards are divided by a power of two, which is exact, so that no sum or square overflows.
+    largest = torch.cat([values.abs(), values.new_ones(1)]).max()
+    unit = largest / (2.0 * largest.frexp().mantissa)
+    values, eps = values / unit, eps / unit
     sizes = group_sums(scored.double())
     centered = torch.where(scored, values - group_sums(values) / sizes.clamp(min=1), 0.0)
     if scale == "none":
-        advantages = centered
+        advantages = centered * unit
     elif scale == "group":
         advantages = centered / ((group_sums(centered**2) / (sizes - 1).clamp(min=1)).sqrt() + eps)
     else:
         std = values[scored].std() if scored.count_nonzero() > 1 else 0.0
         advantages = centered / (std + eps)
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+
+
+def _rewards(rewards) -> torch.Tensor:
+    """Rewards as a tensor of real numbers; its shape is not checked."""
+    try:
+        if isinstance(rewards, torch.Tensor) or not hasattr(rewards, "tolist"):
+            rewards = torch.as_tensor(rewards)
+        else:
+            rewards = array_tensor(rewards, "rewards")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"rewards must be a list of numbers: {error}") from error
+    if rewards.is_complex():
+        raise TypeError(f"rewards must be real numbers, got {rewards.dtype}")
+    return rewards
 
 
 @dataclass(frozen=True)
@@ -209,6 +254,7 @@ class PolicyLoss:
 
     Raises:
         ValueError: a choice or a number is none of those above; the message names it.
+        TypeError: a number or a bool is something else.
     """
 
     objective: str = "clip"
@@ -235,6 +281,7 @@ class PolicyLoss:
         _require_choice("advantage_level", self.advantage_level, ADVANTAGE_LEVELS)
         _require_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         _require_choice("rollout_correction", self.rollout_correction, (*ROLLOUT_CORRECTIONS, None))
+        require_bool(self.kl_ratio_weighted, "kl_ratio_weighted")
         _require_range("clip_low", self.clip_low, 0.0, 1.0)
         _require_range("clip_high", self.clip_high, 0.0, math.inf)
         _require_range("kl_coef", self.kl_coef, 0.0)
@@ -245,7 +292,11 @@ class PolicyLoss:
         if self.dual_clip is not None:
             if self.objective != "clip":
                 raise ValueError(f'dual_clip needs objective "clip", got objective "{self.objective}"')
-            _require_range("dual_clip", self.dual_clip, 1.0 + self.clip_high)
+            if not 1.0 + self.clip_high <= number(self.dual_clip, "dual_clip") < math.inf:
+                raise ValueError(
+                    f"dual_clip must be finite and at least 1 + clip_high, {1.0 + self.clip_high:g}, or None for "
+                    f"no dual clip, got {self.dual_clip:g}"
+                )
         if (self.length_norm is not None) != (self.aggregation == "seq-mean-token-sum-norm"):
             raise ValueError(
                 'length_norm is needed by aggregation "seq-mean-token-sum-norm" and by no other, '
@@ -279,7 +330,7 @@ class PolicyLoss:
             rollout_logprobs: [M], needed by rollout_correction; NaN where the engine has none: the weight is 1.
                 Without a correction they only give the metric "rollout_kl". With -inf the metric is -inf,
                 and the weight before its bounds exp(20).
-            mask: [M], nonzero for tokens that count; None: all. What stands in other places does not matter,
+            mask: [M], 1 for tokens that count, else 0, of any type; None: all. What stands in other places does not matter,
                 be it NaN, and its gradient is 0.
 
         Returns:
@@ -300,8 +351,8 @@ class PolicyLoss:
             rollout_clip_fraction   exp(..) outside of [rollout_min, rollout_max]
 
         Raises:
-            ValueError: shapes or devices do not fit, log-probs that an option needs are missing, or the batch
-                keeps more tokens or responses than `counts` has.
+            ValueError: shapes or devices do not fit, a mask on the CPU has other values than 0 and 1, log-probs
+                that an option needs are missing, or the batch keeps more tokens or responses than `counts` has.
             TypeError: something is no tensor, log-probs are no floats, or `counts` is no `Counts`.
         """
         given = {
@@ -457,7 +508,7 @@ class _Targets:
     """Which response each of the M targets belongs to, and which of them count."""
 
     def __init__(self, batch: Responses, given: dict[str, torch.Tensor | None]):
-        self._lengths = lengths = _lengths(batch)
+        self._lengths = lengths = _lengths(batch, "batch")
         size, self._responses = sum(lengths), len(lengths)
         present = {name: x for name, x in given.items() if x is not None}
         require_tensors(**present)
@@ -468,6 +519,8 @@ class _Targets:
             if name.endswith("logprobs") and not x.is_floating_point():
                 raise TypeError(f"{name} must be floating point numbers, got {x.dtype}")
         logprobs, mask = given["logprobs"], given["mask"]
+        if mask is not None:
+            require_mask(mask, "mask")
         self._dtype = accumulation_dtype(logprobs.dtype)
         index = torch.arange(self._responses, device="cpu").repeat_interleave(
             int64_vector(lengths, "lengths")
@@ -520,14 +573,9 @@ class _Targets:
         return self.kept(self.expand(values))
 
 
-def _lengths(batch: Responses) -> list[int]:
+def _lengths(batch: Responses, name: str) -> list[int]:
     """Number of targets of each response."""
-    if isinstance(batch, PackedBatch):
-        return batch._target_counts
-    lengths = int64_vector(batch, "batch").tolist()
-    if lengths and min(lengths) < 0:
-        raise ValueError(f"batch must be a packed batch or lengths of at least 0, got {min(lengths)}")
-    return lengths
+    return batch._target_counts if isinstance(batch, PackedBatch) else length_vector(batch, name).tolist()
 
 
 def _exp(exponent) -> torch.Tensor:

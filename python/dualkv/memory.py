@@ -57,9 +57,10 @@ class MemoryModel:
             ValueError: the lists differ in length, have fewer than 4 entries, hold something that is no finite
                 number >= 0, or do not tell the three coefficients apart, with any one of the steps left out:
                 as steps that all have the same prompt, or all but one.
+            TypeError: one of them is no list of numbers.
         """
         columns = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "memory": memory}
-        columns = {name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
+        columns = {name: _numbers(values, name) for name, values in columns.items()}
         for name, values in columns.items():
             if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any():
                 raise ValueError(f"{name} must be a list of finite numbers >= 0, got {values.tolist()}")
@@ -127,6 +128,13 @@ class MemoryModel:
         if each <= 0:
             raise ValueError("a token must cost memory for a limit on their number, got 0 and 0")
         return max(0, int((limit - self.base) / each))
+
+
+def _numbers(values, name: str) -> np.ndarray:
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a list of numbers: {error}") from error
 
 
 def _scale(terms: np.ndarray) -> np.ndarray:

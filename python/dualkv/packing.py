@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
+import warnings
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +19,11 @@ from ._tensors import (
     address,
     copy_int64,
     int64_vector,
+    number,
+    refuse_bools,
     require_dimensions,
     require_list,
+    require_mask,
     require_tensors,
 )
 from .forest import SegmentForest, segments_of
@@ -71,7 +76,13 @@ class PackedBatch:
         return self.replicated_tokens / self.num_tokens if self.num_tokens > 0 else 1.0
 
     def to(self, device) -> PackedBatch:
-        """The batch with its tensors on a device. The forest stays on the host, where plans are made."""
+        """The batch with its tensors on a device. The forest stays on the host, where plans are made.
+
+        Raises:
+            TypeError: `device` is no device, as where it is a dtype: ids stay integers.
+        """
+        if not isinstance(device, (str, int, torch.device)):
+            raise TypeError(f"device must be a torch.device or its name, got {device!r}")
 
         def moved(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else x.to(device)
@@ -108,15 +119,15 @@ class PackedBatch:
 
         Args:
             values: [M].
-            fill: value of all other places.
+            fill: value of all other places, in the type of `values`.
 
         Returns:
             A new tensor of the response mask's shape, rows in the caller's order; differentiable.
 
         Raises:
-            ValueError: `values` has another number of rows than the batch has targets, or the batch was not
-                made by pack_padded.
-            TypeError: `values` is no tensor.
+            ValueError: `values` has another number of rows than the batch has targets, its type cannot hold
+                `fill`, or the batch was not made by pack_padded.
+            TypeError: `values` is no tensor, or `fill` no number.
         """
         if self._padded_shape is None:
             raise ValueError(
@@ -124,6 +135,8 @@ class PackedBatch:
             )
         self._require_values(values)
         require_dimensions(values, "values", "[M]")
+        fill = fill if isinstance(fill, bool) else number(fill, "fill")
+        _require_held(fill, values.dtype)
         rows, columns = self._padded_shape
         padded = values.new_full((rows * columns,), fill)
         positions = self._source_positions.to(values.device)
@@ -188,10 +201,10 @@ def pack_padded(
 
     Args:
         input_ids: integers [B, S].
-        attention_mask: [B, S], nonzero for tokens, zero for padding.
-        response_mask: [B, S], or [B, R] for the last R columns: nonzero for tokens that are targets. With
-            R < S the response starts at the first of the last R columns, else at the row's first nonzero
-            column. Tokens of a response with zero are seen, but are no targets.
+        attention_mask: [B, S], 1 for tokens, 0 for padding, of any type.
+        response_mask: [B, S], or [B, R] for the last R columns: 1 for tokens that are targets, else 0, of any
+            type. With R < S the response starts at the first of the last R columns, else at the row's first
+            1; a row without is all prompt. Tokens of a response with 0 are seen, but are no targets.
         group_ids: [B], integers, strings or anything else that can be a key: rows with the same id share
             their prompt.
 
@@ -199,9 +212,13 @@ def pack_padded(
         The batch, on the CPU.
 
     Raises:
-        ValueError: shapes do not fit, two prompts of a group differ, a target is padding, a token id is
-            negative, or a response follows a prompt without tokens.
+        ValueError: shapes do not fit, a mask has other values than 0 and 1, two prompts of a group differ, a
+            target is padding, a token id is negative, or a response follows a prompt without tokens.
         TypeError: an argument is of the wrong type.
+
+    Warns:
+        UserWarning: `response_mask` has one column fewer than `input_ids` and its first column no target, as a
+            mask for shifted log-probs. The prompts are then taken for one column wide, and nothing is shared.
     """
     require_tensors(input_ids=input_ids, attention_mask=attention_mask, response_mask=response_mask)
     require_dimensions(input_ids, "input_ids", "[B, S]")
@@ -215,9 +232,10 @@ def pack_padded(
             f"got {list(attention_mask.shape)} and {list(input_ids.shape)}"
         )
     num_rows, num_columns = input_ids.shape
-    if response_mask.shape[0] != num_rows or response_mask.shape[1] > num_columns:
+    columns = response_mask.shape[1]
+    if response_mask.shape[0] != num_rows or not min(num_rows, 1) <= columns <= num_columns:
         raise ValueError(
-            "response_mask must have the rows of input_ids and at most its columns, "
+            "response_mask must have the rows of input_ids, and at least one and at most all of its columns, "
             f"got {list(response_mask.shape)} and {list(input_ids.shape)}"
         )
     groups = _group_numbers(group_ids)
@@ -225,19 +243,57 @@ def pack_padded(
         raise ValueError(f"group_ids must have an id for each row, got {len(groups)} and {num_rows}")
 
     ids = input_ids.to("cpu", torch.int64).contiguous()
-    present = (attention_mask != 0).to("cpu", torch.uint8).contiguous()
-    scored = (response_mask != 0).to("cpu", torch.uint8).contiguous()
+    present = _mask_bytes(attention_mask, "attention_mask")
+    scored = _mask_bytes(response_mask, "response_mask")
+    shares = len(groups.unique()) < num_rows
+    if shares and columns == num_columns - 1 and scored.any() and not scored[:, 0].any():
+        warnings.warn(
+            f"response_mask has {columns} of the {num_columns} columns of input_ids, so responses start in the "
+            "second column, and all that rows share is the first. For a mask of shifted log-probs pass the mask "
+            "before the shift, or its last columns from where the responses start.",
+            stacklevel=2,
+        )
     params = _abi.dualkv_pack_padded_params(
         num_rows=num_rows,
         num_columns=num_columns,
-        response_columns=response_mask.shape[1],
+        response_columns=columns,
         input_ids=address(ids),
         attention_mask=address(present),
         response_mask=address(scored),
         group_ids=address(groups),
     )
-    batch = Handle(library.dualkv_pack_padded, library.dualkv_batch_destroy, ctypes.byref(params))
+    try:
+        batch = Handle(library.dualkv_pack_padded, library.dualkv_batch_destroy, ctypes.byref(params))
+    except ValueError as error:
+        without = (scored.sum(1) == 0).nonzero()[:, 0].tolist()
+        if columns < num_columns or not without or "same prompt" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}. Row {without[0]} has no targets in a response_mask of all columns, and so is all prompt: "
+            "a mask [B, R] of the last R columns says where responses start"
+        ) from error
     return _packed_batch(batch, padded_shape=tuple(response_mask.shape))
+
+
+def _mask_bytes(mask: torch.Tensor, name: str) -> torch.Tensor:
+    """A mask as the C library takes it: uint8, 0 or 1, on the CPU."""
+    mask = mask.cpu()
+    require_mask(mask, name)
+    return mask.to(torch.uint8).contiguous()
+
+
+def _require_held(fill: float, dtype: torch.dtype) -> None:
+    """Requires that a type holds a number: integers exactly, floating point numbers but for rounding."""
+    try:
+        held = torch.tensor(fill, dtype=dtype, device="cpu").item()
+    except (OverflowError, RuntimeError, ValueError):  # depends on the type
+        held = None
+    if dtype.is_floating_point and held is not None:
+        holds = math.isfinite(held) or not math.isfinite(fill)
+    else:
+        holds = held == fill
+    if not holds:
+        raise ValueError(f"fill must be a number that values of {dtype} can hold, got {fill}")
 
 
 def _append_tokens(tokens: array, sequence, name: str, *indices: int) -> int:
@@ -245,6 +301,7 @@ def _append_tokens(tokens: array, sequence, name: str, *indices: int) -> int:
     before = len(tokens)
     try:
         if isinstance(sequence, list):
+            refuse_bools(sequence)
             tokens.fromlist(sequence)
         elif hasattr(sequence, "tolist"):
             tokens.frombytes(int64_vector(sequence, "the sequence").numpy().tobytes())
@@ -267,7 +324,10 @@ def _group_numbers(group_ids) -> torch.Tensor:
     try:
         ids = group_ids.tolist() if hasattr(group_ids, "tolist") else list(group_ids)
         ids = [group_id.item() if hasattr(group_id, "item") else group_id for group_id in ids]
-        if not all(isinstance(group_id, int) and -(2**63) <= group_id < 2**63 for group_id in ids):
+        for place, group_id in enumerate(ids):
+            if group_id != group_id:
+                raise ValueError(f"group_ids[{place}] must be equal to itself, got {group_id}")
+        if not all(type(group_id) is int and -(2**63) <= group_id < 2**63 for group_id in ids):
             numbers = {}
             ids = [numbers.setdefault(group_id, len(numbers)) for group_id in ids]
     except TypeError as error:

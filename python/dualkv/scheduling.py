@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from . import _abi
 from ._library import Handle, library
-from ._tensors import group_lengths, integer, number
+from ._tensors import group_lengths, integer, length_vector, number, require_bool
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class CostModel:
                 whose scores it computes again.
 
         Raises:
-            ValueError: a dimension is below 1, or the vocabulary below 0.
-            TypeError: one is not an integer.
+            ValueError: a dimension is below 1, the vocabulary below 0, or `kv_heads` does not divide `heads`.
+            TypeError: one is not an integer, or `backward` not a bool.
         """
         dimensions = dict(
             hidden=hidden,
@@ -75,6 +75,9 @@ class CostModel:
             least = 0 if name == "vocab" else 1
             if integer(value, name) < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
+        if heads % kv_heads != 0:
+            raise ValueError(f"kv_heads must divide heads, got kv_heads {kv_heads} and heads {heads}")
+        require_bool(backward, "backward")
         projections = hidden * head_dim * (2 * heads + 2 * kv_heads)
         token = 2.0 * layers * (projections + 3 * hidden * intermediate)
         pair = 4.0 * layers * heads * head_dim
@@ -83,11 +86,20 @@ class CostModel:
         return cls(token=products * token, pair=pairs * pair, target=products * target)
 
     def cost(self, prompt_length: int, response_lengths) -> float:
-        """Cost of a prompt with some of its responses."""
-        tokens, targets, pairs = prompt_length, sum(response_lengths), prompt_length * (prompt_length + 1) / 2
-        for length in response_lengths:
-            pairs += length * (prompt_length + (length + 1) / 2)
-        return self.token * (tokens + targets) + self.target * targets + self.pair * pairs
+        """Cost of a prompt with some of its responses.
+
+        Raises:
+            ValueError: a length is negative.
+            TypeError: a length is not an integer.
+        """
+        prompt = integer(prompt_length, "prompt_length")
+        if prompt < 0:
+            raise ValueError(f"prompt_length must be >= 0, got {prompt}")
+        lengths = length_vector(response_lengths, "response_lengths").tolist()
+        targets, pairs = sum(lengths), prompt * (prompt + 1) / 2
+        for length in lengths:
+            pairs += length * (prompt + (length + 1) / 2)
+        return self.token * (prompt + targets) + self.target * targets + self.pair * pairs
 
 
 @dataclass(frozen=True)
@@ -111,12 +123,33 @@ class MicroBatch:
         return not any(responses for _, responses in self.parts)
 
     def take_groups(self, values) -> list:
-        """The entries of its groups: of values[g]."""
-        return [values[group] for group, _ in self.parts]
+        """The entries of its groups: of values[g].
+
+        Raises:
+            ValueError: `values` has no entry for one of them.
+        """
+        return [_entry(values, "values", group, "group") for group, _ in self.parts]
 
     def take_responses(self, values) -> list[list]:
-        """The entries of its responses, group by group: of values[g][n]."""
-        return [[values[group][n] for n in responses] for group, responses in self.parts]
+        """The entries of its responses, group by group: of values[g][n].
+
+        Raises:
+            ValueError: `values` has no entry for one of them.
+        """
+        groups = zip(self.parts, self.take_groups(values))
+        return [
+            [_entry(entries, f"values[{group}]", n, "response") for n in responses]
+            for (group, responses), entries in groups
+        ]
+
+
+def _entry(values, name: str, index: int, kind: str):
+    try:
+        return values[index]
+    except IndexError:
+        raise ValueError(
+            f"{name} must have an entry for each {kind}, among them {kind} {index}, got {len(values)}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -182,8 +215,9 @@ def schedule(
     Raises:
         ValueError: a response does not fit into `max_tokens` with its prompt, a number is out of range, or
             the number of groups differs.
-        TypeError: a length is not an integer.
+        TypeError: a length is not an integer, or `equal_samples` not a bool.
     """
+    require_bool(equal_samples, "equal_samples")
     prompts, counts, flat = group_lengths(prompt_lengths, response_lengths)
     cost_model = CostModel() if cost_model is None else cost_model
     if not isinstance(cost_model, CostModel):
@@ -198,7 +232,7 @@ def schedule(
         token_cost=number(cost_model.token, "cost_model.token"),
         target_cost=number(cost_model.target, "cost_model.target"),
         pair_cost=number(cost_model.pair, "cost_model.pair"),
-        equal_samples=bool(equal_samples),
+        equal_samples=equal_samples,
     )
     made = Handle(
         library.dualkv_step_schedule_create, library.dualkv_step_schedule_destroy, ctypes.byref(params)

@@ -117,6 +117,14 @@ def test_errors_name_the_argument_and_the_values():
         from_groups([1, 2], [[3], [1.5]])
     with pytest.raises(TypeError, match=r"prompt_lengths .*torch.float32 of shape \[2\]"):
         from_groups(torch.tensor([1.0, 2.0]), [[3], []])
+    with pytest.raises(TypeError, match=r"response_lengths\[0\] must be a list of integers: .* type bool"):
+        from_groups([1], [[True]])
+    with pytest.raises(ValueError, match=r"prompt_lengths must be a list of integers of 64 bits"):
+        from_groups([2**70], [[1]])
+    with pytest.raises(ValueError, match=r"lengths\[1\] must be >= 0, got -3"):
+        dualkv.SegmentForest(torch.tensor([[1, -1], [-3, -1]]))
+    with pytest.raises(TypeError, match=r"segments must be a torch.Tensor, got list"):
+        dualkv.SegmentForest([[1, -1]])
     with pytest.raises(ValueError, match=r"lengths and parents .* got 2 and 1"):
         from_segments([1, 2], [-1])
     with pytest.raises(ValueError, match=r"parents\[1\] .* got 1"):

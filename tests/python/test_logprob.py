@@ -263,12 +263,28 @@ def test_gradients_without_strides():
     assert torch.equal(expanded, contiguous)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.uint32])
+def test_rows_and_targets_of_any_integers(dtype):
+    torch.manual_seed(0)
+    hidden, weight, rows, targets = (
+        torch.randn(4, 8),
+        torch.randn(7, 8),
+        torch.tensor([0, 3]),
+        torch.tensor([2, 6]),
+    )
+    expected = dualkv.linear_logprob(hidden, weight, rows, targets)
+    found = dualkv.linear_logprob(hidden, weight, rows.to(dtype), targets.to(dtype))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_errors_name_the_argument_and_the_values():
     hidden, weight, bias = torch.randn(4, 8), torch.randn(7, 8), torch.randn(7)
     rows, targets = torch.tensor([0, 3]), torch.tensor([2, 6])
     score = dualkv.linear_logprob
     with pytest.raises(TypeError, match="targets must be a torch.Tensor, got list"):
         score(hidden, weight, rows, [2, 6])
+    with pytest.raises(TypeError, match="bias must be a torch.Tensor, got list"):
+        score(hidden, weight, rows, targets, bias=bias.tolist())
     with pytest.raises(TypeError, match="hidden torch.float32, weight torch.bfloat16"):
         score(hidden, weight.bfloat16(), rows, targets)
     with pytest.raises(TypeError, match="bias torch.float64"):

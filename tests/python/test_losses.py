@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -400,7 +402,7 @@ def test_batches_that_keep_more_than_was_counted_are_refused():
         (Counts(0, 0), {}, "counts.tokens is 0, but this part of it alone has 3"),
         (Counts(1, 1), {}, "counts.tokens is 1, .* has 3"),
         (Counts(3, 1), {}, "counts.sequences is 1, .* has 2"),
-        (Counts(1, 2), {"mask": kept}, "counts.tokens is 1, .* has 2"),
+        (Counts(1, 1), {"mask": kept}, "counts.tokens is 1, .* has 2"),
         (Counts(2, 1), {"mask": kept}, "counts.sequences is 1, .* has 2"),
         # Counted with the mask, called without it.
         (losses.count([[2, 1]], [kept]), {}, "with the same masks: counts.tokens is 2, .* has 3"),
@@ -415,6 +417,32 @@ def test_masks_that_were_not_counted_show_in_the_metric():
     counts = losses.count([[2, 1]])
     _, metrics = losses.dapo()(torch.zeros(3), [2, 1], torch.ones(2), counts, mask=kept)
     assert metrics["tokens"] == 2 != counts.tokens
+
+
+@pytest.mark.parametrize("wrong", [-100, 2, 0.5, math.nan])
+def test_masks_are_0_and_1(wrong):
+    """Labels are none, nor are weights."""
+    mask, labels = torch.tensor([1, 0, wrong]), torch.tensor([7, -100, 9])
+    message = rf"\[2\] must be 0 or 1, got {wrong}; labels are no mask, labels != -100 is one"
+    with pytest.raises(ValueError, match=r"masks\[1\]" + message):
+        losses.count([[1], [2, 1]], [None, mask])
+    with pytest.raises(ValueError, match="mask" + message):
+        losses.dapo()(torch.zeros(3), [2, 1], torch.ones(2), Counts(3, 2), mask=mask)
+    assert losses.count([[2, 1]], [labels != -100]) == Counts(2, 2)
+
+
+def test_counts_add_up_and_are_integers():
+    assert sum([Counts(3, 2), Counts(4, 1)]) == Counts(3, 2) + Counts(4, 1) == Counts(7, 3)
+    assert Counts(torch.tensor(3), torch.tensor(2)) == Counts(3, 2)
+    for add in (lambda: Counts(3, 2) + 1, lambda: 1 + Counts(3, 2)):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            add()
+    with pytest.raises(TypeError, match="tokens must be an integer, got float"):
+        Counts(3.0, 2)
+    with pytest.raises(ValueError, match="tokens must be >= 0, got -1"):
+        Counts(-1, 0)
+    with pytest.raises(ValueError, match="sequences must be at most tokens, .* got sequences 5 and tokens 2"):
+        Counts(2, 5)
 
 
 def test_no_mask_is_read_from_another_device():
@@ -488,6 +516,34 @@ def test_infinite_rewards_are_refused(scale):
         losses.group_advantages(torch.tensor([math.nan, math.inf]), [0, 0], scale=scale)
 
 
+def test_rewards_of_any_size_and_array():
+    for large in (1.0, 1e300, sys.float_info.max):
+        for scale, expected in (("group", 0.5**0.5), ("batch", 0.5**0.5), ("none", large)):
+            rewards = torch.tensor([large, -large], dtype=torch.float64)
+            found = losses.group_advantages(rewards, [0, 0], scale=scale, eps=1e-12)
+            torch.testing.assert_close(found, torch.tensor([expected, -expected], dtype=torch.float64))
+    backwards = np.array([0.0, 1.0])[::-1].astype(">f4")
+    expected = losses.group_advantages(torch.tensor([1.0, 0.0]), [0, 0])
+    assert torch.equal(losses.group_advantages(backwards, [0, 0]), expected)
+
+
+@pytest.mark.parametrize("rewards", [[1, None], ["a", "b"], [[1, 0], [0]], np.array(["a", "b"])])
+def test_rewards_that_are_no_numbers_are_refused(rewards):
+    with pytest.raises(TypeError, match="rewards must be a list of numbers"):
+        losses.group_advantages(rewards, [0, 0])
+
+
+def test_complex_rewards_are_refused():
+    with pytest.raises(TypeError, match="rewards must be real numbers, got torch.complex64"):
+        losses.group_advantages(torch.tensor([1j, 2]), [0, 0])
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
+def test_group_ids_that_are_not_equal_to_themselves_are_refused(kind):
+    with pytest.raises(ValueError, match=r"group_ids\[1\] must be equal to itself, got nan"):
+        losses.group_advantages([1.0, 0.0], kind([1.0, math.nan]))
+
+
 def test_presets():
     assert losses.grpo() == PolicyLoss(aggregation="seq-mean-token-mean")
     assert losses.dapo() == PolicyLoss(clip_high=0.28, dual_clip=10.0)
@@ -512,7 +568,8 @@ def test_presets():
         ({"tau_negative": 0.0}, "tau_negative must be at least 1e-06 and finite, got 0"),
         ({"rollout_min": 3.0}, "rollout_max must be at least 3, got 2"),
         ({"rollout_max": math.nan}, "rollout_max must be at least 0, got nan"),
-        ({"dual_clip": 1.1}, "dual_clip must be at least 1.2 and finite, got 1.1"),
+        ({"dual_clip": 1.1}, r"dual_clip must be finite and at least 1 \+ clip_high, 1.2, .* got 1.1"),
+        ({"dual_clip": 10.0, "clip_high": math.inf}, "1 .* clip_high, inf, or None for no dual clip, got 10"),
         ({"dual_clip": 3.0, "objective": "sapo"}, 'dual_clip needs objective "clip", got objective "sapo"'),
         ({"length_norm": 9}, 'length_norm is needed by .* got length_norm 9 and aggregation "token-mean"'),
         ({"aggregation": "seq-mean-token-sum-norm"}, "length_norm is needed by .* got length_norm None"),
@@ -549,7 +606,7 @@ def test_refusals():
         losses.dapo(kl_coef=0.1)(x, [2, 1], advantages, counts)
     with pytest.raises(ValueError, match='rollout_correction "token-mask" needs rollout_logprobs, got None'):
         losses.dapo(rollout_correction="token-mask")(x, [2, 1], advantages, counts)
-    with pytest.raises(ValueError, match="batch must be a packed batch or lengths of at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"batch\[1\] must be >= 0, got -1"):
         loss_fn(x, [4, -1], advantages, counts)
     for name in ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"):
         options = {"logprobs": x, name: x.long()}
@@ -567,8 +624,10 @@ def test_refusals():
         losses.count([[1], [2]], [None])
     with pytest.raises(ValueError, match=r"mask must be \[M\], \[2\], got shape \[3\]"):
         losses.count([[2]], [x])
-    with pytest.raises(ValueError, match="tokens must be at least 0 and finite, got -1"):
-        Counts(-1, 0)
+    with pytest.raises(TypeError, match=r"batches\[0\] must be a list of integers: 'int' object"):
+        losses.count([1, 2])
+    with pytest.raises(TypeError, match="kl_ratio_weighted must be a bool, got str"):
+        losses.grpo(kl_ratio_weighted="false")
     with pytest.raises(ValueError, match='scale must be one of "group", "batch", "none", got \'std\''):
         losses.group_advantages([1.0], [0], scale="std")
     with pytest.raises(ValueError, match="eps must be at least 1e-12 and finite, got 0"):

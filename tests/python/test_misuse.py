@@ -147,7 +147,13 @@ def test_a_forest_is_made_of_an_int64_table():
 def test_group_ids_are_compared_by_value():
     ids = torch.tensor([[5, 6, 1, 2], [5, 6, 3, 4]])
     mask = torch.ones_like(ids)
-    for group_ids in ([torch.tensor(7), torch.tensor(7)], numpy.array([7, 7]), ["a", "a"], [2**70, 2**70]):
+    for group_ids in (
+        [torch.tensor(7), torch.tensor(7)],
+        numpy.array([7, 7]),
+        ["a", "a"],
+        [2**70] * 2,
+        [True] * 2,
+    ):
         batch = dualkv.pack_padded(ids, mask, mask[:, 2:], group_ids)
         assert batch.forest.total_tokens == 6, group_ids
     with pytest.raises(TypeError, match="group_ids must be a list of an id for each row"):

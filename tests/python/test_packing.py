@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -35,6 +36,10 @@ KINDS = {
     "arrays": np.array,
     "lists of arrays' values": lambda x: [np.int64(t) for t in x],
     "strided tensors": lambda x: torch.tensor([x, x]).t()[:, 0],
+    "uint16 arrays": lambda x: np.array(x, dtype=np.uint16),
+    "uint32 tensors": lambda x: torch.tensor(x, dtype=torch.uint32),
+    "arrays backwards": lambda x: np.array(x[::-1])[::-1],
+    "arrays of another byte order": lambda x: np.array(x).astype(">i8"),
 }
 
 
@@ -79,6 +84,8 @@ def test_to_moves_every_tensor_and_keeps_the_forest():
     batch = dualkv.pack_padded(ids, torch.ones(1, 4), torch.ones(1, 2), ["a"]).to("meta")
     for x in (batch.input_ids, batch.position_ids, batch.target_rows, batch.target_ids):
         assert x.device.type == "meta"
+    with pytest.raises(TypeError, match="device must be a torch.device or its name, got torch.float16"):
+        batch.to(torch.float16)
     assert batch.forest.segments.device.type == "cpu"
     assert batch.unpack_padded(torch.zeros(2, device="meta")).device.type == "meta"
 
@@ -173,6 +180,99 @@ def test_unscored_response_tokens_are_seen_but_no_targets():
     assert batch.unpack_padded(torch.tensor([1.0, 2.0])).tolist() == [[1, 0, 0, 2]]
 
 
+def test_ids_of_token_files():
+    input_ids, attention_mask = padded_example()
+    arguments = attention_mask, attention_mask[:, 4:], [0, 1, 0, 1]
+    expected = dualkv.pack_padded(input_ids, *arguments)
+    for dtype in (torch.uint16, torch.uint32):
+        batch = dualkv.pack_padded(input_ids.to(dtype), *arguments)
+        assert torch.equal(batch.input_ids, expected.input_ids)
+
+
+@pytest.mark.parametrize("wrong", [-100, 2, math.nan, math.inf])
+def test_masks_are_0_and_1(wrong):
+    ids, mask = padded_example()
+    labels = torch.where(mask[:, 4:] == 1, ids[:, 4:], -100)
+    groups = [0, 1, 0, 1]
+    message = rf" must be 0 or 1, got {wrong}; labels are no mask, labels != -100 is one"
+    for name, masks in (
+        ("attention_mask", [mask.float(), mask[:, 4:]]),
+        ("response_mask", [mask, mask[:, 4:].float()]),
+    ):
+        next(x for x in masks if x.is_floating_point())[1, 2] = wrong
+        with pytest.raises(ValueError, match=name + r"\[1\]\[2\]" + message):
+            dualkv.pack_padded(ids, *masks, groups)
+    with pytest.raises(ValueError, match=r"response_mask\[0\]\[0\] must be 0 or 1, got 11"):
+        dualkv.pack_padded(ids, mask, labels, groups)
+    batch = dualkv.pack_padded(ids, mask, labels != -100, groups)
+    assert batch.target_ids.tolist() == [11, 12, 21, 31]
+
+
+def test_a_mask_of_shifted_log_probs_is_right_but_shares_nothing_and_warns():
+    ids = torch.tensor([[5, 6, 7, 11, 12], [5, 6, 7, 21, 22]])
+    mask = torch.tensor([[0, 0, 0, 1, 1]] * 2)
+    with pytest.warns(UserWarning, match="response_mask has 4 of the 5 columns of input_ids") as warned:
+        batch = dualkv.pack_padded(ids, torch.ones_like(ids), mask[:, 1:], [0, 0])
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert batch.num_tokens == 9 and batch.target_ids.tolist() == [11, 12, 21, 22]
+
+
+def test_a_mask_of_all_columns_but_one_is_no_reason_for_a_warning_by_itself(recwarn):
+    ids = torch.tensor([[5, 11, 12], [5, 21, 22]])
+    ones = torch.ones_like(ids)
+    dualkv.pack_padded(ids, ones, ones[:, 1:], [0, 0])  # prompts of one token
+    dualkv.pack_padded(ids, ones, torch.tensor([[0, 1]] * 2), [0, 1])  # there is nothing to share
+    dualkv.pack_padded(ids, ones, torch.zeros(2, 2), [0, 0])
+    assert not recwarn.list
+
+
+def test_a_row_without_targets_is_all_prompt_unless_the_mask_says_where_responses_start():
+    ids = torch.tensor([[5, 6, 11, 12], [5, 6, 21, 22]])
+    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])
+    message = (
+        "must have the same prompt, .* Row 1 has no targets in a response_mask of all columns, and so is all"
+    )
+    with pytest.raises(ValueError, match=message):
+        dualkv.pack_padded(ids, torch.ones_like(ids), mask, [0, 0])
+    batch = dualkv.pack_padded(ids, torch.ones_like(ids), mask[:, 2:], [0, 0])
+    assert batch.num_tokens == 6 and batch.target_ids.tolist() == [11, 12]
+
+
+@pytest.mark.parametrize(
+    "fill, dtype",
+    [
+        (0.5, torch.int64),
+        (math.nan, torch.int64),
+        (300, torch.uint8),
+        (2, torch.bool),
+        (1e39, torch.float32),
+        (1e6, torch.float16),
+    ],
+)
+def test_a_fill_that_the_values_cannot_hold_is_refused(fill, dtype):
+    ids = torch.tensor([[5, 6, 1, 2]])
+    batch = dualkv.pack_padded(ids, torch.ones(1, 4), torch.ones(1, 2), ["a"])
+    with pytest.raises(ValueError, match=f"fill must be a number that values of {dtype} can hold, got "):
+        batch.unpack_padded(torch.ones(2, dtype=dtype), fill=fill)
+    with pytest.raises(TypeError, match="fill must be a number, got str"):
+        batch.unpack_padded(torch.ones(2, dtype=dtype), fill="0")
+
+
+@pytest.mark.parametrize("fill", [0.1, math.nan, -math.inf])
+def test_fills_of_floating_point_values(fill):
+    ids = torch.tensor([[5, 6, 1, 2]])
+    batch = dualkv.pack_padded(ids, torch.ones(1, 4), torch.tensor([[1, 0]]), ["a"])
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        found = batch.unpack_padded(torch.ones(1, dtype=dtype), fill=fill)
+        torch.testing.assert_close(found, torch.tensor([[1.0, fill]], dtype=dtype), equal_nan=True)
+
+
+def test_booleans_are_put_back_too():
+    ids = torch.tensor([[5, 6, 1, 2]])
+    batch = dualkv.pack_padded(ids, torch.ones(1, 4), torch.tensor([[1, 0]]), ["a"])
+    assert batch.unpack_padded(torch.tensor([False]), fill=True).tolist() == [[False, True]]
+
+
 def test_listed_batches_have_no_source_rows():
     batch = dualkv.pack([[1]], [[[2]]])
     assert batch.source_rows is None and batch.to("cpu").source_rows is None
@@ -210,6 +310,12 @@ def test_pack_errors_name_the_argument_and_the_values():
         dualkv.pack([[1]], [[torch.tensor([1.0, 2.0])]])
     with pytest.raises(TypeError, match=r"prompts\[0\] .*"):
         dualkv.pack([[2**63]], [[]])
+    with pytest.raises(TypeError, match=r"prompts\[0\] .* entry of type bool"):
+        dualkv.pack([[True, False]], [[]])
+    with pytest.raises(TypeError, match=r"prompts\[0\] .* torch.uint64 of shape \[1\]"):
+        dualkv.pack([torch.tensor([1], dtype=torch.uint64)], [[]])
+    with pytest.raises(TypeError, match=r"prompts\[0\] .* object of shape \[2\]"):
+        dualkv.pack([np.array([1, None])], [[]])
     with pytest.raises(TypeError, match=r"responses\[0\] must be a list .* for each response, got int"):
         dualkv.pack([[1]], [3])
     with pytest.raises(TypeError, match=r"responses must be a list .* for each group, got int"):
@@ -246,6 +352,8 @@ def test_pack_padded_errors_name_the_argument_and_the_values():
         dualkv.pack_padded(ids, mask, scored[1:], groups)
     with pytest.raises(ValueError, match=r"response_mask .* got \[4, 8\] and \[4, 7\]"):
         dualkv.pack_padded(ids, mask, torch.zeros(4, 8), groups)
+    with pytest.raises(ValueError, match=r"response_mask .* at least one .* got \[4, 0\] and \[4, 7\]"):
+        dualkv.pack_padded(ids, mask, mask[:, :0], groups)
     with pytest.raises(ValueError, match=r"group_ids .* got 3 and 4"):
         dualkv.pack_padded(ids, mask, scored, groups[1:])
     with pytest.raises(ValueError, match=r"row 1 has a prompt of 2 tokens and row 0 one of 3"):

@@ -134,8 +134,23 @@ def test_errors_name_the_argument_and_the_values():
         schedule([4], [[6]], max_tokens=2**64 + 4)
     with pytest.raises(TypeError, match=r"response_lengths\[1\] must be a list of integers"):
         schedule([4, 4], [[6], [1.5]])
+    with pytest.raises(ValueError, match=r"response_lengths\[1\]\[1\] must be >= 0, got -1"):
+        schedule([1, 1], [[1], [2, -1]])
+    with pytest.raises(TypeError, match=r"equal_samples must be a bool, got str"):
+        schedule([4], [[6]], equal_samples="false")
     with pytest.raises(TypeError, match=r"cost_model must be a dualkv.CostModel, got float"):
         schedule([4], [[6]], cost_model=1.0)
+
+
+def test_lists_that_do_not_fit_a_micro_batch_are_named():
+    ((micro_batch,),) = dualkv.schedule([1, 1], [[1], [2, 1]], num_ranks=1, max_tokens=9).ranks
+    assert micro_batch.take_responses(torch.arange(4).view(2, 2)) == [[0], [2, 3]]
+    with pytest.raises(ValueError, match=r"values must have an entry for each group, .* group 1, got 1$"):
+        micro_batch.take_groups([1])
+    with pytest.raises(ValueError, match=r"values must have an entry for each group, .* group 1, got 1$"):
+        micro_batch.take_responses([[1]])
+    with pytest.raises(ValueError, match=r"values\[1\] must have an entry for each response, .* 1, got 1$"):
+        micro_batch.take_responses([[1], [2]])
 
 
 def test_the_methods_of_the_benchmark_share_out_the_same_batch():
@@ -191,6 +206,14 @@ def test_cost_models_refuse_bad_numbers_by_name():
             dualkv.CostModel.from_dimensions(**{**dimensions, name: least - 1})
         with pytest.raises(TypeError, match=rf"^{name} must be an integer, got float$"):
             dualkv.CostModel.from_dimensions(**{**dimensions, name: 8.0})
+    with pytest.raises(ValueError, match=r"^kv_heads must divide heads, got kv_heads 3 and heads 4$"):
+        dualkv.CostModel.from_dimensions(**{**dimensions, "kv_heads": 3})
+    with pytest.raises(TypeError, match=r"^backward must be a bool, got str$"):
+        dualkv.CostModel.from_dimensions(**dimensions, backward="no")
+    with pytest.raises(ValueError, match=r"^prompt_length must be >= 0, got -3$"):
+        dualkv.CostModel().cost(-3, [1])
+    with pytest.raises(ValueError, match=r"^response_lengths\[1\] must be >= 0, got -2$"):
+        dualkv.CostModel().cost(3, [1, -2])
 
 
 # ---------------------------------------------------------------------------------------------- memory model
@@ -243,6 +266,9 @@ def test_memory_errors_name_the_argument_and_the_values():
         fit([1, 2, 3], [1, 2], [1, 2, 3])
     with pytest.raises(ValueError, match=r"response_tokens must be a list of finite numbers >= 0, got \[-1"):
         fit([1, 2, 3], [-1, 2, 3], [1, 2, 3])
+    for wrong in (["a", "b", "c"], [[1], [1, 2]]):
+        with pytest.raises(TypeError, match=r"^prompt_tokens must be a list of numbers: "):
+            fit(wrong, [1, 2, 3], [1, 2, 3])
     with pytest.raises(ValueError, match=r"memory must be > 0"):
         fit([1, 2, 3], [1, 2, 5], [0, 2, 3])
     # One prompt, prompts that follow the responses, and one step that alone tells of prompts.

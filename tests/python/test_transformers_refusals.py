@@ -13,7 +13,7 @@ from dualkv.integrations.transformers import (
     packed_logprobs,
     use_packed_attention,
 )
-from transformers_models import VOCAB, make_groups, make_model, transformers
+from transformers_models import VOCAB, eager_logprobs, make_groups, make_model, transformers
 
 
 def test_J8_empty_batch_is_one_clear_error():
@@ -187,3 +187,85 @@ def test_head_that_is_not_linear_is_refused():
     model.set_output_embeddings(nn.Sequential(model.lm_head))
     with pytest.raises(ValueError, match="Sequential"):
         packed_logprobs(model, dualkv.pack(*make_groups()))
+
+
+# ------------------------------------------------------------------------------- models, batches and heads
+
+
+@pytest.mark.parametrize(
+    "call", [use_packed_attention, lambda model: packed_logprobs(model, dualkv.pack(*make_groups()))]
+)
+def test_models_of_another_kind_are_named(call):
+    for other in (nn.Linear(2, 2), dualkv.pack(*make_groups()), None):
+        with pytest.raises(
+            TypeError, match=f"model must be a Transformers model, got {type(other).__name__}$"
+        ):
+            call(other)
+    wrapped = nn.Sequential(use_packed_attention(make_model("qwen3")))
+    with pytest.raises(TypeError, match=r"got Sequential: DDP, FSDP .* around PackedPolicy\(model\)"):
+        call(wrapped)
+
+
+@pytest.mark.parametrize("call", [packed_forward, packed_logprobs])
+@pytest.mark.parametrize("batch", [[[1, 2]], None, torch.tensor([[1, 2]])])
+def test_batches_of_another_kind_are_named(call, batch):
+    message = f"batch must be a dualkv.PackedBatch, got {type(batch).__name__}"
+    with pytest.raises(TypeError, match=message):
+        call(use_packed_attention(make_model("qwen3")), batch)
+
+
+def test_head_dtype_of_another_kind_is_named():
+    model, batch = use_packed_attention(make_model("qwen3")), dualkv.pack(*make_groups())
+    for wrong in ("float32", torch.int64):
+        message = f"head_dtype must be a floating-point torch.dtype or None, got {wrong!r}"
+        with pytest.raises(TypeError, match=message):
+            packed_logprobs(model, batch, head_dtype=wrong)
+
+
+def test_head_that_does_more_than_its_weight_says_is_named():
+    batch = dualkv.pack(*make_groups())
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        model = use_packed_attention(make_model("llama"))
+        hook = getattr(model.lm_head, register)(lambda *arguments: None)
+        with pytest.raises(ValueError, match=r"head of LlamaForCausalLM \(lm_head\) has forward hooks"):
+            packed_logprobs(model, batch)
+        hook.remove()
+        packed_logprobs(model, batch)
+    model.lm_head.forward = lambda hidden: 2 * nn.functional.linear(hidden, model.lm_head.weight)
+    with pytest.raises(ValueError, match=r"head of LlamaForCausalLM \(lm_head\) has a forward of its own"):
+        packed_logprobs(model, batch)
+    base = use_packed_attention(make_model("llama")).model
+    with pytest.raises(ValueError, match=r"head of LlamaModel \(none\) is builtins.NoneType"):
+        packed_logprobs(base, batch)
+
+
+def test_adapters_that_packing_would_leave_out_are_refused():
+    peft = pytest.importorskip("peft")
+    batch = dualkv.pack(*make_groups())
+    for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig):
+        model = peft.get_peft_model(make_model("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        with pytest.raises(
+            ValueError, match=f"peft adapters of {kind.__name__} are not supported, only plain"
+        ):
+            use_packed_attention(model)
+        with pytest.raises(ValueError, match=f"peft adapters of {kind.__name__}"):
+            packed_logprobs(model, batch)
+
+
+def test_lora_is_packed_but_not_on_the_head():
+    peft = pytest.importorskip("peft")
+    prompts, responses = make_groups()
+    batch = dualkv.pack(prompts, responses)
+
+    def adapted(*modules):
+        lora = peft.LoraConfig(r=2, target_modules=list(modules), init_lora_weights=False)
+        return peft.get_peft_model(make_model("llama"), lora)
+
+    model = adapted("q_proj", "v_proj")
+    with torch.no_grad():
+        expected, _ = eager_logprobs(model, prompts, responses)
+        found, _ = packed_logprobs(use_packed_attention(model), batch)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    message = r"head of PeftModel \(base_model.model.lm_head\) is peft.tuners.lora.layer.Linear"
+    with pytest.raises(ValueError, match=message):
+        packed_logprobs(use_packed_attention(adapted("lm_head")), batch)

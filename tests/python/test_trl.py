@@ -302,7 +302,8 @@ def test_attention_dropout_runs_as_in_trl(tmp_path):
 def test_heads_of_another_kind_run_as_in_trl(qwen3, tmp_path):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    assert_runs_as_in_trl(tmp_path, qwen3, "a head of type ModulesToSaveWrapper", peft_config=lora)
+    reason = "(lm_head) is peft.utils.other.ModulesToSaveWrapper"
+    assert_runs_as_in_trl(tmp_path, qwen3, reason, peft_config=lora)
 
 
 def test_other_adapters_run_as_in_trl(qwen3, tmp_path):

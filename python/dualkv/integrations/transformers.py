@@ -4,6 +4,9 @@
     batch = dualkv.pack(prompts, responses)
     logprobs, entropies = packed_logprobs(model, batch)        # [M], [M], differentiable
 
+    wrapper = DistributedDataParallel(PackedPolicy(model))     # the same with several ranks
+    logprobs, entropies = wrapper(batch)
+
 The forest of a batch travels with the forward call: `packed_forward` hands a `PackedPass` to the model
 as a keyword argument, and Transformers passes it down to the attention function. Nothing about a batch is
 kept in this module, so recomputation for gradient checkpointing, several threads and several batches in
@@ -16,6 +19,7 @@ losses of routers are means over a batch's rows, among which a shared prompt cou
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 
@@ -55,6 +59,12 @@ _ROW_MIXING_MODULES = (
 # Rotary embeddings whose frequencies depend on the longest sequence of the call: a sequence would get other
 # results when packed with a longer one.
 _LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
+
+# What fully_shard makes of a module, beside its own class.
+try:
+    from torch.distributed.fsdp import FSDPModule as _FullySharded
+except ImportError:  # torch before 2.6, or without distributed
+    _FullySharded = ()
 
 
 class PackedPass:
@@ -110,8 +120,9 @@ def use_packed_attention(model: PreTrainedModel) -> PreTrainedModel:
     of it raises. `model.set_attn_implementation("sdpa")` switches back.
 
     Raises:
-        ValueError: the model's type or its kind of rotary embedding is not supported, its attention is not
-            causal, or one of its modules mixes rows by another way than attention.
+        ValueError: the model's type, its kind of rotary embedding or its peft adapters are not supported, its
+            attention is not causal, or one of its modules mixes rows by another way than attention.
+        TypeError: `model` is no model of Transformers, as where it is one in a wrapper (see `PackedPolicy`).
     """
     _check_supported(model)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -126,7 +137,7 @@ def allow_packed_passes(model: PreTrainedModel) -> PreTrainedModel:
     later. During a packed pass the model's configuration says `"dualkv"`: one thread at a time may run it.
 
     Raises:
-        ValueError: as `use_packed_attention`.
+        ValueError, TypeError: as `use_packed_attention`.
     """
     _check_supported(model)
     for layer in _decoder(model).layers:
@@ -151,16 +162,18 @@ def packed_forward(model: PreTrainedModel, batch) -> torch.Tensor:
     Raises:
         ValueError: the model is not in packed attention or asks for attention dropout, or the batch is
             empty, or on the CPU and with a token id that the model does not have.
+        TypeError: `model` is no model of Transformers, or `batch` no `dualkv.PackedBatch`.
         RuntimeError: a decoder layer computed its attention by another way.
     """
-    decoder = _decoder(model)
-    implementation = model.config._attn_implementation
-    if implementation != ATTENTION_NAME and not _allows_packed_passes(decoder):
-        raise ValueError(
-            f"{type(model).__name__} uses the attention implementation {implementation!r}, not "
-            f"{ATTENTION_NAME!r}: call use_packed_attention(model) first"
-        )
     _check_supported(model)
+    if not isinstance(batch, dualkv.PackedBatch):
+        raise TypeError(f"batch must be a dualkv.PackedBatch, got {type(batch).__name__}")
+    if not _runs_packed_batches(model):
+        raise ValueError(
+            f"{type(model).__name__} uses the attention implementation {model.config._attn_implementation!r}, "
+            f"not {ATTENTION_NAME!r}: call use_packed_attention(model) first"
+        )
+    decoder = _decoder(model)
     if batch.forest.total_tokens == 0:
         raise ValueError("the packed batch has no tokens: a model needs at least one")
     _require_token_ids(batch.input_ids, decoder.get_input_embeddings())
@@ -197,14 +210,15 @@ def packed_logprobs(
         order of `batch.target_ids`; `batch.unpack` sorts them by group and response.
 
     Raises:
-        ValueError: as `packed_forward`; the head is not a plain linear layer, or has no such target.
+        ValueError: as `packed_forward`; the head is not a plain linear layer, has hooks or a forward of its
+            own, or has no such target.
+        TypeError: as `packed_forward`; `head_dtype` is no floating-point type.
         RuntimeError: a decoder layer computed its attention by another way.
     """
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        raise ValueError(
-            f"the head of {type(model).__name__} is {type(head).__name__}, but must be torch.nn.Linear"
-        )
+    _check_model(model)
+    head = plain_head(model)
+    if head_dtype is not None and not (isinstance(head_dtype, torch.dtype) and head_dtype.is_floating_point):
+        raise TypeError(f"head_dtype must be a floating-point torch.dtype or None, got {head_dtype!r}")
     hidden, weight, bias = packed_forward(model, batch), head.weight, head.bias
     rows, targets = batch.target_rows, batch.target_ids
     # linear_logprob takes them from the CPU for a GPU: it checks them there and moves what is left.
@@ -225,6 +239,56 @@ def packed_logprobs(
             softcap=getattr(model.config, "final_logit_softcapping", None) or 0.0,
             bias=bias,
         )
+
+
+class PackedPolicy(nn.Module):
+    """A causal language model as a module whose forward is `packed_logprobs`.
+
+    DDP and FSDP gather weights and exchange gradients in calls of the module that they wrap. So they go around
+    this module, and its wrapper is called: `DistributedDataParallel(PackedPolicy(model))(batch)`.
+    `packed_logprobs` of the model inside of a wrapper would leave them out, without an error.
+
+    Args:
+        model: as for `use_packed_attention`, which is called unless the model runs packed batches already.
+
+    Attributes:
+        model: the same model, for `save_pretrained` and the like.
+
+    Raises:
+        ValueError, TypeError: as `use_packed_attention`.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        _check_supported(model)
+        self.model = model if _runs_packed_batches(model) else use_packed_attention(model)
+
+    def forward(self, batch, **options):
+        """`packed_logprobs(model, batch, **options)`."""
+        return packed_logprobs(self.model, batch, **options)
+
+
+def plain_head(model: PreTrainedModel) -> nn.Linear:
+    """A model's language-model head.
+
+    Raises:
+        ValueError: it is something else than its weight and bias, which is all that `packed_logprobs` reads:
+            another module, as an adapter of peft, or one with hooks or a forward of its own.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        fault = f"is {type(head).__module__}.{type(head).__qualname__}"
+    elif head._forward_hooks or head._forward_pre_hooks:
+        fault = "has forward hooks"
+    elif getattr(head.forward, "__func__", None) is not nn.Linear.forward:
+        fault = "has a forward of its own"
+    else:
+        return head
+    name = next((name for name, module in model.named_modules() if module is head), "none")
+    raise ValueError(
+        f"the head of {type(model).__name__} ({name}) {fault}, but must be a torch.nn.Linear as it is: its "
+        "weight is used without a call of it"
+    )
 
 
 @contextmanager
@@ -253,8 +317,11 @@ def _leave_packed_pass(attention: nn.Module, args: tuple, kwargs: dict, output) 
         packed_pass.leave(attention.config)
 
 
-def _allows_packed_passes(decoder: PreTrainedModel) -> bool:
-    hooks = decoder.layers[0].self_attn._forward_pre_hooks
+def _runs_packed_batches(model: PreTrainedModel) -> bool:
+    """Whether use_packed_attention or allow_packed_passes has been called."""
+    if model.config._attn_implementation == ATTENTION_NAME:
+        return True
+    hooks = _decoder(model).layers[0].self_attn._forward_pre_hooks
     return _enter_packed_pass in hooks.values()
 
 
@@ -274,7 +341,26 @@ def _require_token_ids(input_ids: torch.Tensor, embeddings: nn.Module) -> None:
         raise ValueError(f"input_ids[{row}] must be 0 to {size - 1}, got {int(input_ids[row])}")
 
 
+def _check_model(model) -> None:
+    """Requires a model of Transformers, with or without peft's LoRA around it."""
+    peft = sys.modules.get("peft")
+    accepted = PreTrainedModel if peft is None else (PreTrainedModel, peft.PeftModel)
+    # fully_shard gathers weights, as those of a head, in calls of its module. Of a model's, only the decoder is called.
+    if not isinstance(model, accepted) or (isinstance(model, _FullySharded) and _decoder(model) is not model):
+        advice = ""
+        if isinstance(model, nn.Module) and any(isinstance(x, PreTrainedModel) for x in model.modules()):
+            advice = (
+                ": DDP, FSDP or another wrapper has to go around PackedPolicy(model), and be called with the "
+                "batch; the model inside of a wrapper, by itself, exchanges no gradients"
+            )
+        raise TypeError(f"model must be a Transformers model, got {type(model).__name__}{advice}")
+    for adapter in getattr(model, "peft_config", {}).values():
+        if adapter.peft_type != "LORA" or getattr(adapter, "alora_invocation_tokens", None):
+            raise ValueError(f"peft adapters of {type(adapter).__name__} are not supported, only plain LoRA")
+
+
 def _check_supported(model: PreTrainedModel) -> None:
+    _check_model(model)
     config = model.config
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise ValueError(

@@ -15,7 +15,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Hashable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import MethodType
 
 import torch
 import trl
@@ -25,7 +26,7 @@ from torch import nn
 import dualkv
 from dualkv import _abi
 from dualkv.forest import tile_sizes
-from dualkv.integrations.transformers import allow_packed_passes, packed_logprobs
+from dualkv.integrations.transformers import allow_packed_passes, packed_logprobs, plain_head
 from dualkv.logprob_chunks import require_products
 
 # What is overridden or relied on, with the parameters it must have: TRL's trainer has no public hooks for its
@@ -157,12 +158,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         policy = _causal_lm(self.accelerator.unwrap_model(model))
 
         def forward(**inputs):
-            return packed_logprobs(
-                policy,
-                batch,
-                temperature=self.temperature,
-                head_dtype=torch.float32 if self.args.cast_lm_head_to_fp32 else None,
-            )
+            with _head_replaced(policy, self.args):
+                return packed_logprobs(
+                    policy,
+                    batch,
+                    temperature=self.temperature,
+                    head_dtype=torch.float32 if self.args.cast_lm_head_to_fp32 else None,
+                )
 
         # The call goes through all wrappers around the model: those of accelerate prepare the exchange of
         # gradients in it, and those of peft their adapters.
@@ -263,6 +265,14 @@ def _forward_replaced(module: nn.Module, forward):
         module.forward = own
 
 
+def _head_replaced(policy: nn.Module, args: trl.GRPOConfig):
+    """The head that TRL has given a forward that computes in float32 without it: packed passes do the same."""
+    if not args.cast_lm_head_to_fp32:
+        return nullcontext()
+    head = policy.get_output_embeddings()
+    return _forward_replaced(head, MethodType(nn.Linear.forward, head))
+
+
 # ------------------------------------------------------------------------------------- what can be packed
 
 
@@ -280,18 +290,14 @@ def _reason_against_packing(trainer: trl.GRPOTrainer) -> str | None:
         )
     for model in filter(None, (trainer.model, trainer.ref_model)):
         model = trainer.accelerator.unwrap_model(model)
-        for adapter in getattr(model, "peft_config", {}).values():
-            if adapter.peft_type != "LORA" or getattr(adapter, "alora_invocation_tokens", None):
-                return f"peft adapters of {type(adapter).__name__} are not supported, only plain LoRA"
         policy = _causal_lm(model)
-        head = policy.get_output_embeddings()
-        if type(head) is not nn.Linear:
-            return f"a head of type {type(head).__name__} is not supported"
         if getattr(policy.config, "attention_dropout", 0.0) > 0.0:
             return "attention dropout is not supported"
         try:
-            allow_packed_passes(policy)
-        except ValueError as error:
+            with _head_replaced(policy, trainer.args):
+                plain_head(policy)
+            allow_packed_passes(model)
+        except (ValueError, TypeError) as error:
             return str(error)
         reason = _reason_against_device(trainer, policy)
         if reason is not None:

@@ -1,0 +1,166 @@
+"""Packed Transformers models over two processes: gradients are those of one process with the whole batch."""
+
+from __future__ import annotations
+
+import multiprocessing
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+import dualkv
+from dualkv import losses
+
+if not torch.distributed.is_available():
+    pytest.skip("torch was built without distributed", allow_module_level=True)
+
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
+
+from dualkv.integrations.transformers import (  # noqa: E402
+    PackedPolicy,
+    allow_packed_passes,
+    packed_logprobs,
+    use_packed_attention,
+)
+from transformers_models import (  # noqa: E402
+    assert_gradients_agree,
+    gradients,
+    make_groups,
+    make_model,
+)
+
+PROCESSES = 2
+WATCHDOG_SECONDS = 120
+# Groups of each rank: the last of all has no responses, so that the second rank's batch is smaller.
+SIZES = ((9, (4, 1, 6)), (1, (3, 2)), (5, (2, 7)), (6, ()))
+
+
+def rank_batches():
+    prompts, responses = make_groups(sizes=SIZES)
+    return [dualkv.pack(prompts[part], responses[part]) for part in (slice(0, 2), slice(2, 4))]
+
+
+def loss_of(logprobs, batch, counts):
+    """Depends on no cut: each response's advantage comes from its length."""
+    lengths = [len(response) for group in batch.unpack(logprobs) for response in group]
+    advantages = torch.tensor([float(length % 3 - 1) for length in lengths])
+    return losses.dapo()(logprobs, batch, advantages, counts)[0]
+
+
+def whole_gradients():
+    model = use_packed_attention(make_model("qwen3"))
+    batch = dualkv.pack(*make_groups(sizes=SIZES))
+    loss_of(packed_logprobs(model, batch)[0], batch, losses.count([batch])).backward()
+    return gradients(model)
+
+
+def ddp(model):
+    return nn.parallel.DistributedDataParallel(PackedPolicy(model))
+
+
+def fully_sharded(model):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(PackedPolicy(model), mesh=mesh)
+
+
+def fsdp1(model):
+    return FullyShardedDataParallel(PackedPolicy(model), device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def own_gradients(wrapper, model) -> dict:
+    """Whole gradients of a rank's model, by their names in it."""
+    if isinstance(wrapper, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(wrapper, with_grads=True):
+            return {name: gradient.clone() for name, gradient in gradients(model).items()}
+    return {
+        name: gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        for name, gradient in gradients(model).items()
+    }
+
+
+def check(wrap, rank: int) -> None:
+    model = make_model("qwen3")
+    wrapper, batches = wrap(model), rank_batches()
+    logprobs, entropies = wrapper(batches[rank])
+    assert entropies.shape == logprobs.shape == batches[rank].target_ids.shape
+    (loss_of(logprobs, batches[rank], losses.count(batches)) * PROCESSES).backward()
+    assert_gradients_agree(own_gradients(wrapper, model), whole_gradients())
+
+
+def check_refusals(wrap) -> None:
+    wrapper = wrap(make_model("qwen3"))
+    for call in (use_packed_attention, lambda model: packed_logprobs(model, rank_batches()[0])):
+        with pytest.raises(
+            TypeError, match=r"model must be a Transformers model, got .* around PackedPolicy"
+        ):
+            call(wrapper)
+
+
+def check_model_that_is_sharded_itself() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(use_packed_attention(make_model("qwen3")), mesh=init_device_mesh("cpu", (PROCESSES,)))
+    with pytest.raises(TypeError, match=r"got FSDPQwen3ForCausalLM: .* around PackedPolicy\(model\)"):
+        packed_logprobs(model, rank_batches()[0])
+
+
+def run_rank(rank: int, store_path: str, connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{store_path}",
+            rank=rank,
+            world_size=PROCESSES,
+            timeout=timedelta(seconds=WATCHDOG_SECONDS),
+        )
+        for wrap in (ddp, fsdp1):
+            check(wrap, rank)
+            check_refusals(wrap)
+        if hasattr(torch.distributed.fsdp, "fully_shard"):  # since torch 2.6
+            check(fully_sharded, rank)
+            check_model_that_is_sharded_itself()
+        torch.distributed.destroy_process_group()
+        connection.send(None)
+    except BaseException as error:  # handed to the parent, where it fails the test
+        connection.send(repr(error))
+
+
+def test_a_wrapped_policy_has_the_gradients_of_one_process(tmp_path):
+    # Not forked: a child would inherit the locks of the threads that earlier tests have started, not the threads.
+    context = multiprocessing.get_context("spawn")
+    children = []
+    for rank in range(PROCESSES):
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), sender), daemon=True)
+        child.start()
+        sender.close()
+        children.append((child, receiver))
+    try:
+        for child, receiver in children:
+            assert receiver.poll(WATCHDOG_SECONDS), "a rank hangs"
+            assert receiver.recv() is None
+    finally:
+        for child, _ in children:
+            child.kill()
+            child.join()
+
+
+def test_a_policy_is_its_model():
+    batch = rank_batches()[0]
+    model = make_model("qwen3")
+    policy = PackedPolicy(model)
+    assert policy.model is model and model.config._attn_implementation == "dualkv"
+    expected = packed_logprobs(model, batch, temperature=0.7)
+    assert all(map(torch.equal, policy(batch, temperature=0.7), expected))
+    both = PackedPolicy(allow_packed_passes(make_model("qwen3")))
+    assert both.model.config._attn_implementation == "eager"
+    assert all(map(torch.equal, both(batch, temperature=0.7), expected))
+    with pytest.raises(TypeError, match="model must be a Transformers model, got Linear"):
+        PackedPolicy(nn.Linear(2, 2))
