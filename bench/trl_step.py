@@ -155,9 +155,13 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--response", type=int, default=512, help="tokens of a completion")
     parser.add_argument("--prompts", type=int, default=2, help="of a step")
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
-    parser.add_argument("--beta", type=float, default=0.04, help="of the KL divergence; 0: no reference model")
+    parser.add_argument(
+        "--beta", type=float, default=0.04, help="of the KL divergence; 0: no reference model"
+    )
     parser.add_argument("--steps", type=int, default=4, help="that are counted")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU, to try that everything runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model on a CPU, to try that everything runs"
+    )
     parser.add_argument("--output", type=Path, help="a JSON file of records")
     parser.add_argument("--commit", help="what is measured, where this is not a git checkout")
     options = parser.parse_args(arguments)
@@ -178,7 +182,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
 def summary(record: dict) -> str:
     memory = record["allocated_bytes"]
     gib = "" if memory is None else f", {memory / 2**30:.1f} GiB"
-    return f"{record['trainer']}: {record['step_s']:.3f} s a step{gib}, token ratio {record['token_ratio']:.2f}"
+    return (
+        f"{record['trainer']}: {record['step_s']:.3f} s a step{gib}, token ratio {record['token_ratio']:.2f}"
+    )
 
 
 if __name__ == "__main__":

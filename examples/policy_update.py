@@ -33,7 +33,6 @@ import dualkv
 from dualkv.integrations.transformers import SUPPORTED_MODEL_TYPES
 from dualkv.rollouts import (
     Rollout,
-    group_advantages,
     load_tokenizer,
     prepend_examples,
     read_examples,
@@ -229,7 +228,10 @@ def make_job(options: argparse.Namespace, rollouts: list[Rollout]) -> Job:
     return Job(
         prompts=[group.prompt for group in groups],
         responses=[group.responses for group in groups],
-        advantages=[group_advantages(group.rewards) for group in groups],
+        advantages=[
+            dualkv.losses.group_advantages(group.rewards, [0] * len(group.rewards)).tolist()
+            for group in groups
+        ],
         algorithm=algorithm,
         micro_batch_size=options.micro_batch_size,
         model=choose_model(options, vocab_size, len(tokenizer)),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
+import sys
 
 import numpy as np
 import torch
@@ -173,6 +175,18 @@ def rows_of_heads(x: torch.Tensor) -> _abi.dualkv_tensor:
 
 def address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+def require_choice(name: str, value, choices: tuple) -> None:
+    if value not in choices:
+        listing = ", ".join("None" if choice is None else f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name} must be one of {listing}, got {value!r}")
+
+
+def require_range(name: str, value, low: float, high: float = sys.float_info.max) -> None:
+    if not low <= number(value, name) <= high:
+        bounds = {math.inf: f"at least {low:g}", sys.float_info.max: f"at least {low:g} and finite"}
+        raise ValueError(f"{name} must be {bounds.get(high, f'{low:g} to {high:g}')}, got {value:g}")
 
 
 def savable(x: torch.Tensor) -> torch.Tensor:

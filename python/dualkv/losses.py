@@ -15,7 +15,6 @@ metrics of micro-batches add up to those of the global batch, however it is cut.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Union
@@ -24,18 +23,20 @@ import torch
 
 from ._tensors import (
     accumulation_dtype,
-    array_tensor,
     int64_vector,
     integer,
     length_vector,
     number,
     require_bool,
+    require_choice,
     require_list,
     require_mask,
+    require_range,
     require_same_device,
     require_tensors,
 )
-from .packing import PackedBatch, _group_numbers
+from .advantages import group_advantages
+from .packing import PackedBatch
 
 OBJECTIVES = ("clip", "cispo", "sapo")
 RATIOS = ("token", "sequence", "sequence-token")
@@ -49,11 +50,22 @@ AGGREGATIONS = (
 KL_ESTIMATORS = ("k1", "k2", "k3")
 ROLLOUT_CORRECTIONS = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
 ADVANTAGE_LEVELS = ("response", "token")
-SCALES = ("group", "batch", "none")
 
 # Exponents are clamped to +-20, where exp is finite in every type and every sensible ratio is clipped already.
 _MAX_EXPONENT = 20.0
-_LARGEST = sys.float_info.max
+
+__all__ = [
+    "Counts",
+    "PolicyLoss",
+    "cispo",
+    "count",
+    "dapo",
+    "dr_grpo",
+    "group_advantages",
+    "grpo",
+    "gspo",
+    "sapo",
+]
 
 Responses = Union[PackedBatch, Sequence[int]]
 
@@ -130,78 +142,6 @@ def count(batches: Sequence[Responses], masks: Sequence[torch.Tensor | None] | N
     return Counts(tokens, sequences)
 
 
-def group_advantages(rewards, group_ids, *, scale: str = "group", eps: float = 1e-4) -> torch.Tensor:
-    """Advantages relative to the other responses of the same prompt, A = (r - mean) / (std + eps).
-
-    Groups have to be whole, so this comes before a batch is cut.
-
-    Args:
-        rewards: [S], finite, one for each response: a list, tensor or array of numbers. NaN: not scored; it
-            counts in no mean and its advantage is 0.
-        group_ids: [S], integers, strings or anything else that can be a key.
-        scale: "group", std of the group; "batch", std of all rewards; "none", not divided (Dr. GRPO).
-        eps: > 0, added to the standard deviation, which is that of samples (divided by n - 1).
-
-    Returns:
-        [S], in the type of floating point rewards, else float32. 0 for a group of one, and, but for rounding,
-        where all rewards are equal.
-
-    Raises:
-        ValueError: an unknown `scale`, `eps` below 1e-12, not one id for each reward, or a reward that is
-            infinite.
-        TypeError: `rewards` are no real numbers, or a group id cannot be a key.
-    """
-    _require_choice("scale", scale, SCALES)
-    _require_range("eps", eps, 1e-12)
-    rewards = _rewards(rewards)
-    groups = _group_numbers(group_ids).to(rewards.device)
-    if rewards.shape != groups.shape:
-        raise ValueError(
-            f"rewards and group_ids must be [S], got shapes {list(rewards.shape)} and {list(groups.shape)}"
-        )
-    infinite = rewards.isinf()
-    if infinite.any():
-        place = int(infinite.nonzero()[0, 0])
-        raise ValueError(
-            f"rewards must be finite, or NaN for none, got rewards[{place}] {rewards[place].item()}"
-        )
-    names, group = groups.unique(return_inverse=True)
-
-    def group_sums(values):
-        return values.new_zeros(len(names)).index_add(0, group, values)[group]
-
-    scored = ~rewards.isnan()
-    values = torch.where(scored, rewards.double(), 0.0)
-    # Large rewards are divided by a power of two, which is exact, so that no sum or square overflows.
-    largest = torch.cat([values.abs(), values.new_ones(1)]).max()
-    unit = largest / (2.0 * largest.frexp().mantissa)
-    values, eps = values / unit, eps / unit
-    sizes = group_sums(scored.double())
-    centered = torch.where(scored, values - group_sums(values) / sizes.clamp(min=1), 0.0)
-    if scale == "none":
-        advantages = centered * unit
-    elif scale == "group":
-        advantages = centered / ((group_sums(centered**2) / (sizes - 1).clamp(min=1)).sqrt() + eps)
-    else:
-        std = values[scored].std() if scored.count_nonzero() > 1 else 0.0
-        advantages = centered / (std + eps)
-    return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
-
-
-def _rewards(rewards) -> torch.Tensor:
-    """Rewards as a tensor of real numbers; its shape is not checked."""
-    try:
-        if isinstance(rewards, torch.Tensor) or not hasattr(rewards, "tolist"):
-            rewards = torch.as_tensor(rewards)
-        else:
-            rewards = array_tensor(rewards, "rewards")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"rewards must be a list of numbers: {error}") from error
-    if rewards.is_complex():
-        raise TypeError(f"rewards must be real numbers, got {rewards.dtype}")
-    return rewards
-
-
 @dataclass(frozen=True)
 class PolicyLoss:
     """A policy-gradient loss: call it with log-probs. Its fields are the algorithm's choices.
@@ -275,20 +215,20 @@ class PolicyLoss:
     rollout_max: float = 2.0
 
     def __post_init__(self):
-        _require_choice("objective", self.objective, OBJECTIVES)
-        _require_choice("ratio", self.ratio, RATIOS)
-        _require_choice("aggregation", self.aggregation, AGGREGATIONS)
-        _require_choice("advantage_level", self.advantage_level, ADVANTAGE_LEVELS)
-        _require_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        _require_choice("rollout_correction", self.rollout_correction, (*ROLLOUT_CORRECTIONS, None))
+        require_choice("objective", self.objective, OBJECTIVES)
+        require_choice("ratio", self.ratio, RATIOS)
+        require_choice("aggregation", self.aggregation, AGGREGATIONS)
+        require_choice("advantage_level", self.advantage_level, ADVANTAGE_LEVELS)
+        require_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        require_choice("rollout_correction", self.rollout_correction, (*ROLLOUT_CORRECTIONS, None))
         require_bool(self.kl_ratio_weighted, "kl_ratio_weighted")
-        _require_range("clip_low", self.clip_low, 0.0, 1.0)
-        _require_range("clip_high", self.clip_high, 0.0, math.inf)
-        _require_range("kl_coef", self.kl_coef, 0.0)
-        _require_range("rollout_min", self.rollout_min, 0.0)
-        _require_range("rollout_max", self.rollout_max, self.rollout_min, math.inf)
+        require_range("clip_low", self.clip_low, 0.0, 1.0)
+        require_range("clip_high", self.clip_high, 0.0, math.inf)
+        require_range("kl_coef", self.kl_coef, 0.0)
+        require_range("rollout_min", self.rollout_min, 0.0)
+        require_range("rollout_max", self.rollout_max, self.rollout_min, math.inf)
         for name in ("tau_positive", "tau_negative"):
-            _require_range(name, getattr(self, name), 1e-6)  # 4 / tau stays finite
+            require_range(name, getattr(self, name), 1e-6)  # 4 / tau stays finite
         if self.dual_clip is not None:
             if self.objective != "clip":
                 raise ValueError(f'dual_clip needs objective "clip", got objective "{self.objective}"')
@@ -303,7 +243,7 @@ class PolicyLoss:
                 f'got length_norm {self.length_norm} and aggregation "{self.aggregation}"'
             )
         if self.length_norm is not None:
-            _require_range("length_norm", self.length_norm, 1.0)
+            require_range("length_norm", self.length_norm, 1.0)
 
     def __call__(
         self,
@@ -585,18 +525,6 @@ def _exp(exponent) -> torch.Tensor:
 def _k3(log_ratio) -> torch.Tensor:
     """exp(x) - x - 1: not negative, and 0 at 0."""
     return _exp(log_ratio) - log_ratio - 1.0
-
-
-def _require_choice(name: str, value, choices: tuple) -> None:
-    if value not in choices:
-        listing = ", ".join("None" if choice is None else f'"{choice}"' for choice in choices)
-        raise ValueError(f"{name} must be one of {listing}, got {value!r}")
-
-
-def _require_range(name: str, value, low: float, high: float = _LARGEST) -> None:
-    if not low <= number(value, name) <= high:
-        bounds = {math.inf: f"at least {low:g}", _LARGEST: f"at least {low:g} and finite"}
-        raise ValueError(f"{name} must be {bounds.get(high, f'{low:g} to {high:g}')}, got {value:g}")
 
 
 def _require_size(name: str, x: torch.Tensor, size: int) -> None:

@@ -14,7 +14,6 @@ same `input` text where the lines have no uid. Other keys are ignored.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -107,18 +106,6 @@ def tokenize(rollouts: Sequence[Rollout], tokenizer) -> list[Rollout]:
             raise ValueError(f"the prompt of rollout {index} has no tokens: nothing predicts its responses")
         result.append(rollout)
     return result
-
-
-def group_advantages(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
-    """Advantages of a group, (reward - mean) / (standard deviation + eps), as GRPO and DAPO use them.
-
-    The deviation is the sample's (N - 1). A group of one, or with equal rewards, gets zeros: it does not tell
-    which response is better.
-    """
-    if len(rewards) < 2:
-        return [0.0] * len(rewards)
-    mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
-    return [(reward - mean) / (deviation + eps) for reward in rewards]
 
 
 def read_examples(path: str | Path) -> list[str]:

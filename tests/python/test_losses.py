@@ -16,6 +16,7 @@ import torch
 
 import dualkv
 from dualkv import losses
+from dualkv.advantages import SCALES
 from dualkv.losses import Counts, PolicyLoss
 from tiny_policy import TinyPolicy, assert_close, random_groups
 
@@ -508,7 +509,7 @@ def test_group_advantages():
     assert losses.group_advantages([], []).shape == (0,)
 
 
-@pytest.mark.parametrize("scale", losses.SCALES)
+@pytest.mark.parametrize("scale", SCALES)
 def test_infinite_rewards_are_refused(scale):
     with pytest.raises(ValueError, match=r"rewards must be finite, .*, got rewards\[4\] -inf"):
         losses.group_advantages([1, 0, 1, 0, -math.inf, 0], [0, 0, 1, 1, 2, 2], scale=scale)

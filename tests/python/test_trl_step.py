@@ -24,4 +24,9 @@ def test_both_trainers_have_a_record(tmp_path):
     assert packed["token_ratio"] == pytest.approx(4 * 28 / (24 + 4 * 4)) and stock["token_ratio"] == 1
     for record in records:
         assert record["step_s"] > 0 and record["commit"] == "a commit" and record["device"] == "CPU"
-        assert (record["prompt"], record["response"], record["prompts"], record["generations"]) == (24, 4, 2, 4)
+        assert (record["prompt"], record["response"], record["prompts"], record["generations"]) == (
+            24,
+            4,
+            2,
+            4,
+        )
