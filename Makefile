@@ -52,15 +52,15 @@ bench: build  ## benchmarks of the C++ side, and attention and log-probs against
 	PYTHONPATH=python $(PYTHON) bench/attention_cpu.py
 	PYTHONPATH=python $(PYTHON) bench/linear_logprob.py
 
-CHARTS := $(patsubst bench/results/h200/%.json,docs/images/%.svg,$(wildcard $(addprefix bench/results/h200/,attention_forward.json attention.json)))
-docs: library $(CHARTS) docs/images/learning.svg  ## draw the pictures of docs/
+CHARTS := $(addprefix docs/images/,attention.svg attention_forward.svg learning.svg)
+docs: library $(CHARTS)  ## draw the pictures of docs/
 	PYTHONPATH=python $(PYTHON) tools/draw_plans.py
 	PYTHONPATH=python $(PYTHON) tools/draw_hopper_forward.py
 	PYTHONPATH=python $(PYTHON) tools/draw_hopper_backward.py
 	$(PYTHON) tools/draw_policy_update.py bench/results/h200/policy_update.json docs/images/policy_update.svg docs/policy_update.md
 
-docs/images/%.svg: bench/results/h200/%.json tools/draw_attention_bench.py tools/charts.py bench/attention_batches.py
-	$(PYTHON) tools/draw_attention_bench.py $< $@
+docs/images/attention.svg docs/images/attention_forward.svg: bench/results/h200/attention.json tools/draw_attention_bench.py tools/charts.py bench/attention_batches.py
+	$(PYTHON) tools/draw_attention_bench.py $< $@ $(if $(findstring forward,$@),forward)
 
 docs/images/learning.svg: bench/results/cpu/learning.json tools/draw_learning.py tools/charts.py
 	$(PYTHON) tools/draw_learning.py $< $@

@@ -1,6 +1,6 @@
 """dualkv.schedule on random batches, beside single samples spread over ranks and whole groups in order.
 
-    PYTHONPATH=python python bench/schedule.py [--batches 1000]
+    PYTHONPATH=python python bench/schedule.py [--batches 1000] [--output bench/results/cpu/schedule.json]
 
 Batches are of 64 to 512 groups of 8 to 32 responses on 8 to 64 ranks, with log-normal prompt and response
 lengths, costs those of an update of a model of Qwen3-8B's dimensions, and micro-batches of at most 16, 32 or 64
@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import math
 import statistics
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from checkout import checked_out_commit
 
 import dualkv
 
@@ -188,22 +191,39 @@ def milliseconds(num_ranks: int, equal_samples: bool) -> float:
     return statistics.median(times)
 
 
+COLUMNS = ("slowest_over_mean", "tokens_over_unsplit", "step_over_ideal")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, default=1000)
+    parser.add_argument("--output", type=Path, help="a JSON file of records: means and largest values")
     args = parser.parse_args()
+    records = []
     batches = [random_batch(seed) for seed in range(args.batches)]
     print(f"{'':32}{'slowest / mean':>18}{'tokens / unsplit':>18}{'step / ideal':>18}")
     for name, method in METHODS.items():
         found = np.array([ratios(batch, method(batch)) for batch in batches])
-        columns = [f"{mean:.3f} ({most:.3f})" for mean, most in zip(found.mean(axis=0), found.max(axis=0))]
+        means, largest = found.mean(axis=0).tolist(), found.max(axis=0).tolist()
+        columns = [f"{mean:.3f} ({most:.3f})" for mean, most in zip(means, largest)]
+        values = dict(zip(COLUMNS, ({"mean": x, "largest": y} for x, y in zip(means, largest))))
+        records.append({"method": name, **values})
         print(f"{name:32}" + "".join(f"{column:>18}" for column in columns), flush=True)
     least = [forced(batch) for batch in batches]
     print(f"{'forced':32}{'':18}{f'{statistics.mean(least):.3f} ({max(least):.3f})':>18}")
+    records.append({"method": "forced", COLUMNS[1]: {"mean": statistics.mean(least), "largest": max(least)}})
     for equal_samples in (False, True):
-        times = " and ".join(f"{milliseconds(ranks, equal_samples):.1f}" for ranks in (8, 64))
+        times = {ranks: milliseconds(ranks, equal_samples) for ranks in (8, 64)}
         name = "equal samples" if equal_samples else "as costs have it"
-        print(f"512 groups of 16 on 8 and 64 ranks, {name}: {times} ms")
+        listed = " and ".join(f"{ms:.1f}" for ms in times.values())
+        print(f"512 groups of 16 on 8 and 64 ranks, {name}: {listed} ms")
+        records += [
+            {"method": f"512 groups of 16, {name}", "ranks": ranks, "ms": ms} for ranks, ms in times.items()
+        ]
+    if args.output:
+        run = {"batches": args.batches, "commit": checked_out_commit()}
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps([{**record, **run} for record in records], indent=1) + "\n")
 
 
 if __name__ == "__main__":

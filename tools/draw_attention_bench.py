@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Draws what bench/attention.py has measured as a bar chart.
 
-    python tools/draw_attention_bench.py RECORDS.json PICTURE.svg
+    python tools/draw_attention_bench.py RECORDS.json PICTURE.svg [forward]
 
-The same records give the same file.
+With "forward", of records of both passes the forward alone. The same records give the same file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from charts import save_chart
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
-from attention_batches import goals_of, have_backward  # noqa: E402
+from attention_batches import BATCHES, goals_of, have_backward  # noqa: E402
 
 # In the order in which they stand beside each other.
 LOOKS = {
@@ -44,6 +44,17 @@ def read_rates(records: list[dict]) -> dict[int, dict[str, dict[str, float]]]:
             of_batch = rates.setdefault(record["head_dim"], {}).setdefault(record["batch"], {})
             of_batch[record["impl"]] = record["useful_tflops"]
     return rates
+
+
+def forward_of(records: list[dict]) -> list[dict]:
+    """Records of both passes as those of the forward would be."""
+    batches, found = {batch.name: batch for batch in BATCHES}, []
+    for record in records:
+        if "error" not in record and record["impl"] != "dualkv-deterministic":  # which has the same forward
+            forward = {name: value for name, value in record.items() if name != "backward_ms"}
+            rate = batches[record["batch"]].useful_tflops(record["forward_ms"])
+            found.append({**forward, "useful_tflops": rate})
+    return found
 
 
 def draw(records: list[dict]) -> plt.Figure:
@@ -92,8 +103,9 @@ def draw(records: list[dict]) -> plt.Figure:
 
 
 def main() -> None:
-    source, picture = map(Path, sys.argv[1:])
-    save_chart(picture, draw, json.loads(source.read_text()))
+    source, picture = map(Path, sys.argv[1:3])
+    records = json.loads(source.read_text())
+    save_chart(picture, draw, forward_of(records) if sys.argv[3:] == ["forward"] else records)
 
 
 if __name__ == "__main__":

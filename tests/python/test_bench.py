@@ -295,6 +295,12 @@ def test_chart_of_both_passes(tmp_path, monkeypatch):
     drawn = draw_twice(draw_attention_bench, records, tmp_path, monkeypatch)
     assert "Attention forward + backward, bf16" in drawn and "dualkv, deterministic" in drawn
 
+    forward = draw_attention_bench.forward_of(records)
+    assert [x["impl"] for x in forward] == [x["impl"] for x in RECORDS if "error" not in x]
+    batch = next(batch for batch in BATCHES if batch.name == "8, 1024, 256")
+    assert forward[0]["useful_tflops"] == batch.useful_tflops(records[0]["forward_ms"])
+    assert "Attention forward, bf16" in draw_twice(draw_attention_bench, forward, tmp_path, monkeypatch)
+
 
 # ----------------------------------------------------------------------------------------------- log-probs
 
