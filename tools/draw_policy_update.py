@@ -127,10 +127,28 @@ def largest_table(records: list[dict]) -> list[str]:
     return table(["side", "largest micro-batch that fits", "out of memory at"], rows) if rows else []
 
 
+def layer_records(records: list[dict]) -> list[dict]:
+    """Those of the layer. What was skipped is out of memory, if a batch of no more responses to a prompt that is no
+    longer was."""
+    found = [record for record in part(records, "layer") if "impl" in record]
+    too_large = [record for record in found if record["status"] == "oom"]
+
+    def is_too_large(record: dict) -> bool:
+        return any(
+            small["impl"] == record["impl"]
+            and small["prompt"] <= record["prompt"]
+            and small["responses"] <= record["responses"]
+            for small in too_large
+        )
+
+    return [
+        {**record, "status": "oom"} if record["status"] == "skipped" and is_too_large(record) else record
+        for record in found
+    ]
+
+
 def layer_table(records: list[dict]) -> list[str]:
-    found = {
-        (record["batch"], record["impl"]): record for record in part(records, "layer") if "impl" in record
-    }
+    found = {(record["batch"], record["impl"]): record for record in layer_records(records)}
     if not found:
         return []
     impls = [impl for impl in IMPLS if any(impl == name for _, name in found)]
@@ -209,10 +227,11 @@ def tables(records: list[dict] | None) -> str:
     if layer:
         source = source_of(part(records, "layer", status="ok"))
         lines += [f"The decoder layer, forward and backward. {source}", "", *layer]
-        skipped = part(records, "layer", status="skipped")
+        found = layer_records(records)
+        skipped = [record for record in found if record["status"] == "skipped"]
         if skipped:
             lines += [
-                f"{len(skipped)} of {len(part(records, 'layer'))} were skipped for lack of time. "
+                f"{len(skipped)} of {len(found)} were skipped for lack of time. "
                 "Batches of which all were are not in the table.",
                 "",
             ]

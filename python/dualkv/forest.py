@@ -88,7 +88,7 @@ class SegmentForest:
 
     @property
     def num_segments(self) -> int:
-        """S."""
+        """Segments, S: of empty ones too."""
         return self.segments.shape[0]
 
     @property

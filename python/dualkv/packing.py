@@ -62,7 +62,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Rows, T: each prompt once, and all responses."""
         return self.input_ids.shape[0]
 
     @property

@@ -482,6 +482,24 @@ def test_tables_and_chart(records, tmp_path, monkeypatch):
         assert words in drawn["all"][1]
 
 
+def test_what_is_larger_than_what_ran_out_of_memory_is_too_large():
+    def record(prompt, responses, status, impl="flex"):
+        return {"part": "layer", "impl": impl, "prompt": prompt, "responses": responses, "status": status}
+
+    records = [
+        record(64, 4, "oom"),
+        *(
+            record(64, 2, "skipped"),
+            record(128, 4, "skipped"),
+            record(128, 2, "skipped"),
+            record(64, 8, "ok"),
+        ),
+        record(128, 4, "skipped", impl="dualkv"),
+    ]
+    statuses = [found["status"] for found in draw_policy_update.layer_records(records)]
+    assert statuses == ["oom", "skipped", "oom", "skipped", "ok", "skipped"]
+
+
 def test_without_records_the_page_says_so(tmp_path, monkeypatch):
     page, picture = tmp_path / "page.md", tmp_path / "picture.svg"
     page.write_text(f"{draw_policy_update.BEGIN}\n{draw_policy_update.END}\n")

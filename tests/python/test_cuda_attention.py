@@ -53,8 +53,8 @@ def test_random_batch(seed):
 
 
 @pytest.mark.parametrize("seed", range(500, 540))
-def test_like_the_cpu(seed):
-    """The CPU backend in float64 is the oracle, and in the inputs' type what the budget is taken from."""
+def test_outputs_are_like_the_cpus(seed):
+    """Gradients are compared in tests/cuda. The CPU backend in float64 is the oracle, and in the inputs' type what the budget is taken from."""
     case = Case(seed, CUDA)
     found = {name: x.cpu() for name, x in case.outputs().items()}
     inputs = [x.cpu() for x in case.inputs]

@@ -84,8 +84,11 @@ def own_gradients(wrapper, model) -> dict:
     }
 
 
-def check(wrap, rank: int) -> None:
+def check(wrap, rank: int, checkpointing: bool = False) -> None:
     model = make_model("qwen3")
+    if checkpointing:  # layers are computed again in the backward, where FSDP gathers their weights again
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     wrapper, batches = wrap(model), rank_batches()
     logprobs, entropies = wrapper(batches[rank])
     assert entropies.shape == logprobs.shape == batches[rank].target_ids.shape
@@ -125,6 +128,7 @@ def run_rank(rank: int, store_path: str, connection) -> None:
             check_refusals(wrap)
         if hasattr(torch.distributed.fsdp, "fully_shard"):  # since torch 2.6
             check(fully_sharded, rank)
+            check(fully_sharded, rank, checkpointing=True)
             check_model_that_is_sharded_itself()
         torch.distributed.destroy_process_group()
         connection.send(None)

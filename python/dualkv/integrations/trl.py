@@ -62,7 +62,7 @@ _ATTRIBUTES = ("_buffered_inputs", "_metrics", "_step", "aux_loss_enabled", "ref
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_TESTED_DISTRIBUTIONS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_PACKED_DISTRIBUTIONS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -279,7 +279,7 @@ def _head_replaced(policy: nn.Module, args: trl.GRPOConfig):
 def _reason_against_packing(trainer: trl.GRPOTrainer) -> str | None:
     """Why a training cannot be packed, or None. Its models can run packed passes afterwards."""
     distribution = trainer.accelerator.distributed_type
-    if distribution not in _TESTED_DISTRIBUTIONS:
+    if distribution not in _PACKED_DISTRIBUTIONS:
         return f"models distributed by {distribution.value} are not supported"
     if trainer.args.torch_compile:
         return "torch_compile is not supported"
