@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 import transformers
 from checkout import checked_out_commit
+from largest_micro_batch import next_micro_batch
 from meter import Meter, relative_difference, seconds_of_backends
 from mfu import PASSES, utilization
 from single_layer import IMPLS, measure_single_layer
@@ -66,7 +67,6 @@ TINY_LENGTHS = {"micro_batches": [2, 4], "prompt": 24, "response": 8}
 WARMUP_LAYERS = 2
 COMPARED = ("layers.0.self_attn.k_proj", "layers.0.mlp.down_proj", "norm")  # their weights' gradients
 LARGEST_TRIES = 10
-LARGEST_WITHIN = 0.04  # as a share, between the largest that fits and the smallest that does not
 
 
 # -------------------------------------------------------------------------------------------------------- sides
@@ -348,27 +348,6 @@ def measure_policy(bench: Bench) -> None:
         ):
             found = largest(bench, sides.model, make, sides.measured[name])
             bench.add({"part": "largest", "side": name, **sides.shape, **found})
-
-
-def next_micro_batch(peaks: dict[int, int], fails: int | None, capacity: int) -> int | None:
-    """The micro-batch to try next: where a line through the peaks of the two largest that fit meets the
-    capacity; a step before what fails, if that is less; or in the middle, if the line is wrong by more than a step.
-    It is a step above what fits, if there is room. None: what fits and what fails are close enough.
-
-    peaks: bytes, by micro-batch that fits; fails: the smallest that does not; capacity: bytes."""
-    fits = max(peaks)
-    if fails is not None and fails - fits <= max(1, LARGEST_WITHIN * fits):
-        return None
-    smaller = max((count for count in peaks if count < fits), default=0)
-    slope = (peaks[fits] - peaks.get(smaller, 0)) / (fits - smaller)
-    guess = fits + int((capacity - peaks[fits]) / slope) if slope > 0 else 2 * fits
-    step = math.ceil(LARGEST_WITHIN * (fails or fits))
-    if fails is None:
-        return max(guess, fits + step)
-    middle = (fits + fails) // 2
-    if guess >= fails + step:
-        return middle
-    return max(min(guess, fails - step), min(fits + step, middle))
 
 
 def largest(bench: Bench, model, make, measured: dict[int, dict]) -> dict:

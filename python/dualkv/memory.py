@@ -131,6 +131,8 @@ class MemoryModel:
 
 
 def _numbers(values, name: str) -> np.ndarray:
+    if values is None:  # which numpy makes a NaN
+        raise TypeError(f"{name} must be a list of numbers, got None")
     try:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:

@@ -150,6 +150,10 @@ def _entry(values, name: str, index: int, kind: str):
         raise ValueError(
             f"{name} must have an entry for each {kind}, among them {kind} {index}, got {len(values)}"
         ) from None
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a list with an entry for each {kind}, got {type(values).__name__}"
+        ) from None
 
 
 @dataclass(frozen=True)

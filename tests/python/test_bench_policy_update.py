@@ -19,6 +19,7 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "bench"), str(ROOT / "tools")]
 import draw_policy_update  # noqa: E402
+import largest_micro_batch  # noqa: E402
 import mfu  # noqa: E402
 import single_layer  # noqa: E402
 from attention_batches import SINGLE_LAYER, Batch  # noqa: E402
@@ -249,7 +250,7 @@ def test_the_largest_micro_batch_is_found_in_few_tries(fits, off):
     """Peaks lie on a line; memory ends a bit before it should, or some time before, or after."""
     peaks = {count: 30 + count for count in (4, 8, 16)}
     capacity, fails, tries = int(off * (30 + fits)), None, 0
-    while (count := policy_update.next_micro_batch(peaks, fails, capacity)) is not None:
+    while (count := largest_micro_batch.next_micro_batch(peaks, fails, capacity)) is not None:
         assert max(peaks) < count and (fails is None or count < fails)
         tries += 1
         if count <= fits:
@@ -257,7 +258,7 @@ def test_the_largest_micro_batch_is_found_in_few_tries(fits, off):
         else:
             fails = count
     assert max(peaks) <= fits < fails
-    assert fails - max(peaks) <= max(1, policy_update.LARGEST_WITHIN * max(peaks))
+    assert fails - max(peaks) <= max(1, largest_micro_batch.WITHIN * max(peaks))
     assert tries <= (4 if off == 1.0 else policy_update.LARGEST_TRIES)
 
 

@@ -151,6 +151,10 @@ def test_lists_that_do_not_fit_a_micro_batch_are_named():
         micro_batch.take_responses([[1]])
     with pytest.raises(ValueError, match=r"values\[1\] must have an entry for each response, .* 1, got 1$"):
         micro_batch.take_responses([[1], [2]])
+    with pytest.raises(
+        TypeError, match=r"values\[0\] must be a list with an entry for each response, got int"
+    ):
+        micro_batch.take_responses([1, 2])
 
 
 def test_the_methods_of_the_benchmark_share_out_the_same_batch():
@@ -269,6 +273,8 @@ def test_memory_errors_name_the_argument_and_the_values():
     for wrong in (["a", "b", "c"], [[1], [1, 2]]):
         with pytest.raises(TypeError, match=r"^prompt_tokens must be a list of numbers: "):
             fit(wrong, [1, 2, 3], [1, 2, 3])
+    with pytest.raises(TypeError, match=r"^prompt_tokens must be a list of numbers, got None$"):
+        fit(None, [1, 2, 3], [1, 2, 3])
     with pytest.raises(ValueError, match=r"memory must be > 0"):
         fit([1, 2, 3], [1, 2, 5], [0, 2, 3])
     # One prompt, prompts that follow the responses, and one step that alone tells of prompts.
