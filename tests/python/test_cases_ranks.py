@@ -3,18 +3,15 @@ nothing left to do while others go on."""
 
 from __future__ import annotations
 
-import multiprocessing
-from datetime import timedelta
-
 import pytest
 import torch
 
 import dualkv
+from ranks import gloo, run_ranks
 from tiny_policy import TinyPolicy, assert_close, random_groups
 
 # Nine groups; the last has four responses, for a split.
 SIZES = [(2 + g, (3, 1 + g)) for g in range(8)] + [(9, (4, 1, 6, 3))]
-WATCHDOG_SECONDS = 60
 ALL = slice(None)
 
 
@@ -80,27 +77,19 @@ def lengths_of(prompts, responses):
     return [len(prompt) for prompt in prompts], [[len(x) for x in group] for group in responses]
 
 
-def run_rank(rank: int, store_path: str, connection, steps) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{store_path}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=WATCHDOG_SECONDS),
-    )
+def sums_of_rank(rank: int, store_path: str, steps) -> list:
     policy = TinyPolicy(torch.float32)
     prompts, responses = random_groups(SIZES)
     sums, counts = [torch.zeros_like(x) for x in policy.weights], torch.zeros(2)
-    for own_prompts, own in steps(rank, prompts, responses):
-        loss, tokens, gradients = micro_batch(policy, own_prompts, own, token_weights(own))
-        counts += torch.tensor([loss, tokens])
-        for total, gradient in zip(sums, gradients):
-            torch.distributed.all_reduce(gradient)
-            total += gradient
-    torch.distributed.all_reduce(counts)
-    torch.distributed.destroy_process_group()
-    connection.send([x.tolist() for x in (counts, *sums)])
+    with gloo(rank, store_path):
+        for own_prompts, own in steps(rank, prompts, responses):
+            loss, tokens, gradients = micro_batch(policy, own_prompts, own, token_weights(own))
+            counts += torch.tensor([loss, tokens])
+            for total, gradient in zip(sums, gradients):
+                torch.distributed.all_reduce(gradient)
+                total += gradient
+        torch.distributed.all_reduce(counts)
+    return [x.tolist() for x in (counts, *sums)]
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
@@ -109,26 +98,11 @@ def test_J4_J7_split_groups_and_filler_steps_have_the_gradient_of_one_pack(tmp_p
     policy = TinyPolicy(torch.float32)
     prompts, responses = random_groups(SIZES)
     loss, tokens, gradients = micro_batch(policy, prompts, responses, token_weights(responses))
-    context = multiprocessing.get_context("spawn")
-    receivers, processes = [], []
-    try:
-        for rank in range(2):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), sender, steps))
-            process.start()
-            sender.close()  # a rank that fails ends the wait for it
-            receivers.append(receiver)
-            processes.append(process)
-        for receiver in receivers:
-            assert receiver.poll(WATCHDOG_SECONDS), "a rank hangs"
-            counts, *sums = (torch.tensor(x) for x in receiver.recv())
-            assert counts[1] == tokens
-            assert_close(counts[0], loss, 1e-6)
-            assert_close(sums, gradients, 1e-6)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    for found in run_ranks(sums_of_rank, str(tmp_path / "store"), steps):
+        counts, *sums = map(torch.tensor, found)
+        assert counts[1] == tokens
+        assert_close(counts[0], loss, 1e-6)
+        assert_close(sums, gradients, 1e-6)
 
 
 @pytest.mark.parametrize("equal_samples", [False, True])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from datetime import timedelta
-
 import pytest
 import torch
 from torch import nn
@@ -24,6 +21,7 @@ from dualkv.integrations.transformers import (  # noqa: E402
     packed_logprobs,
     use_packed_attention,
 )
+from ranks import RANKS, gloo, run_ranks  # noqa: E402
 from transformers_models import (  # noqa: E402
     assert_gradients_agree,
     gradients,
@@ -31,8 +29,6 @@ from transformers_models import (  # noqa: E402
     make_model,
 )
 
-PROCESSES = 2
-WATCHDOG_SECONDS = 120
 # Groups of each rank: the last of all has no responses, so that the second rank's batch is smaller.
 SIZES = ((9, (4, 1, 6)), (1, (3, 2)), (5, (2, 7)), (6, ()))
 
@@ -63,7 +59,7 @@ def ddp(model):
 def fully_sharded(model):
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = init_device_mesh("cpu", (RANKS,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(PackedPolicy(model), mesh=mesh)
@@ -92,7 +88,7 @@ def check(wrap, rank: int, checkpointing: bool = False) -> None:
     wrapper, batches = wrap(model), rank_batches()
     logprobs, entropies = wrapper(batches[rank])
     assert entropies.shape == logprobs.shape == batches[rank].target_ids.shape
-    (loss_of(logprobs, batches[rank], losses.count(batches)) * PROCESSES).backward()
+    (loss_of(logprobs, batches[rank], losses.count(batches)) * RANKS).backward()
     assert_gradients_agree(own_gradients(wrapper, model), whole_gradients())
 
 
@@ -108,21 +104,13 @@ def check_refusals(wrap) -> None:
 def check_model_that_is_sharded_itself() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    model = fully_shard(use_packed_attention(make_model("qwen3")), mesh=init_device_mesh("cpu", (PROCESSES,)))
+    model = fully_shard(use_packed_attention(make_model("qwen3")), mesh=init_device_mesh("cpu", (RANKS,)))
     with pytest.raises(TypeError, match=r"got FSDPQwen3ForCausalLM: .* around PackedPolicy\(model\)"):
         packed_logprobs(model, rank_batches()[0])
 
 
-def run_rank(rank: int, store_path: str, connection) -> None:
-    torch.set_num_threads(1)
-    try:
-        torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{store_path}",
-            rank=rank,
-            world_size=PROCESSES,
-            timeout=timedelta(seconds=WATCHDOG_SECONDS),
-        )
+def check_rank(rank: int, store_path: str) -> None:
+    with gloo(rank, store_path):
         for wrap in (ddp, fsdp1):
             check(wrap, rank)
             check_refusals(wrap)
@@ -130,30 +118,10 @@ def run_rank(rank: int, store_path: str, connection) -> None:
             check(fully_sharded, rank)
             check(fully_sharded, rank, checkpointing=True)
             check_model_that_is_sharded_itself()
-        torch.distributed.destroy_process_group()
-        connection.send(None)
-    except BaseException as error:  # handed to the parent, where it fails the test
-        connection.send(repr(error))
 
 
 def test_a_wrapped_policy_has_the_gradients_of_one_process(tmp_path):
-    # Not forked: a child would inherit the locks of the threads that earlier tests have started, not the threads.
-    context = multiprocessing.get_context("spawn")
-    children = []
-    for rank in range(PROCESSES):
-        receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), sender), daemon=True)
-        child.start()
-        sender.close()
-        children.append((child, receiver))
-    try:
-        for child, receiver in children:
-            assert receiver.poll(WATCHDOG_SECONDS), "a rank hangs"
-            assert receiver.recv() is None
-    finally:
-        for child, _ in children:
-            child.kill()
-            child.join()
+    run_ranks(check_rank, str(tmp_path / "store"))
 
 
 def test_a_policy_is_its_model():
