@@ -245,8 +245,12 @@ def pack_padded(
     ids = input_ids.to("cpu", torch.int64).contiguous()
     present = _mask_bytes(attention_mask, "attention_mask")
     scored = _mask_bytes(response_mask, "response_mask")
-    shares = len(groups.unique()) < num_rows
-    if shares and columns == num_columns - 1 and scored.any() and not scored[:, 0].any():
+    if (
+        columns == num_columns - 1
+        and not scored[:, 0].any()
+        and scored.any()
+        and len(groups.unique()) < num_rows
+    ):
         warnings.warn(
             f"response_mask has {columns} of the {num_columns} columns of input_ids, so responses start in the "
             "second column, and all that rows share is the first. For a mask of shifted log-probs pass the mask "
@@ -262,16 +266,7 @@ def pack_padded(
         response_mask=address(scored),
         group_ids=address(groups),
     )
-    try:
-        batch = Handle(library.dualkv_pack_padded, library.dualkv_batch_destroy, ctypes.byref(params))
-    except ValueError as error:
-        without = (scored.sum(1) == 0).nonzero()[:, 0].tolist()
-        if columns < num_columns or not without or "same prompt" not in str(error):
-            raise
-        raise ValueError(
-            f"{error}. Row {without[0]} has no targets in a response_mask of all columns, and so is all prompt: "
-            "a mask [B, R] of the last R columns says where responses start"
-        ) from error
+    batch = Handle(library.dualkv_pack_padded, library.dualkv_batch_destroy, ctypes.byref(params))
     return _packed_batch(batch, padded_shape=tuple(response_mask.shape))
 
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 #include <span>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
@@ -94,16 +95,30 @@ PaddedRow ReadRow(const dualkv_pack_padded_params& params, int64_t b) {
 void RequireSamePrompt(std::span<const PaddedRow> rows, int64_t b, int64_t first, int64_t group_id) {
   const PaddedRow& row = rows[b];
   const PaddedRow& other = rows[first];
-  Require(row.prompt_length == other.prompt_length, "rows of group_ids ", group_id,
-          " must have the same prompt, but row ", b, " has a prompt of ", row.prompt_length,
-          " tokens and row ", first, " one of ", other.prompt_length);
+  auto refuse = [&](const auto&... difference) {
+    std::string advice;
+    for (const int64_t r : {first, b}) {
+      if (rows[r].split == static_cast<int64_t>(rows[r].ids.size())) {
+        advice =
+            Concat(". Row ", r, " has no targets in a response_mask of all columns, and so is all prompt: ",
+                   "a mask of the last columns alone says where responses start");
+      }
+    }
+    throw InvalidArgument(
+        Concat("rows of group_ids ", group_id, " must have the same prompt, but ", difference..., advice));
+  };
+  if (row.prompt_length != other.prompt_length) {
+    refuse("row ", b, " has a prompt of ", row.prompt_length, " tokens and row ", first, " one of ",
+           other.prompt_length);
+  }
   int64_t column = -1, other_column = -1;
   for (int64_t position = 0; position < row.prompt_length; ++position) {
     column = row.NextToken(column);
     other_column = other.NextToken(other_column);
-    Require(row.ids[column] == other.ids[other_column], "rows of group_ids ", group_id,
-            " must have the same prompt, but at position ", position, " row ", b, " has token ",
-            row.ids[column], " and row ", first, " has ", other.ids[other_column]);
+    if (row.ids[column] != other.ids[other_column]) {
+      refuse("at position ", position, " row ", b, " has token ", row.ids[column], " and row ", first,
+             " has ", other.ids[other_column]);
+    }
   }
 }
 

@@ -190,6 +190,16 @@ TEST(PackPaddedRefuses, PromptsThatDiffer) {
       "rows of group_ids 9 must have the same prompt, but row 1 has a prompt of 2 tokens and row 0 one of 3");
 }
 
+TEST(PackPaddedRefuses, ARowThatIsAllPromptBesideOneThatIsNot) {
+  PaddedInput input = TwoRows();
+  input.response_columns = 5;
+  input.response_mask = {0, 0, 0, 1, 1, 0, 0, 0, 0, 0};
+  ExpectRefused(input.Params(),
+                "rows of group_ids 9 must have the same prompt, but row 1 has a prompt of 5 tokens and row 0 "
+                "one of 3. Row 1 has no targets in a response_mask of all columns, and so is all prompt: a "
+                "mask of the last columns alone says where responses start");
+}
+
 TEST(PackPaddedRefuses, ResponseWithoutPrompt) {
   PaddedInput input = TwoRows();
   input.group_ids[1] = 8;
