@@ -59,14 +59,16 @@ def number(x, name: str) -> float:
     return float(x)
 
 
-def integer(x, name: str) -> int:
-    """x as an integer that the C library can take."""
+def integer(x, name: str, least: int | None = None) -> int:
+    """x as an integer that the C library can take, and no less than `least`."""
     try:
         value = x if isinstance(x, int) else operator.index(x)  # which would fix a length for torch.compile
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {type(x).__name__}") from None
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must be an integer of 64 bits, got {value}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")
     return value
 
 
@@ -198,7 +200,9 @@ def savable(x: torch.Tensor) -> torch.Tensor:
 
 
 def array_tensor(values, name: str) -> torch.Tensor:
-    """An array of numbers, of any strides and byte order, as a CPU tensor that shares nothing with it."""
+    """A tensor as it is; an array of numbers, of any strides and byte order, as a CPU tensor of its own."""
+    if isinstance(values, torch.Tensor):
+        return values
     array = np.asarray(values)
     try:
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
@@ -211,7 +215,7 @@ def array_tensor(values, name: str) -> torch.Tensor:
 def int64_vector(values, name: str) -> torch.Tensor:
     """A list, tensor or array of integers as an int64 CPU tensor [n]."""
     if isinstance(values, torch.Tensor) or hasattr(values, "tolist"):
-        values = values if isinstance(values, torch.Tensor) else array_tensor(values, name)
+        values = array_tensor(values, name)
         if values.dim() == 1 and values.numel() == 0:  # without entries a tensor's type says nothing
             return torch.empty(0, dtype=torch.int64, device="cpu")
         if values.dtype not in INTEGER_DTYPES or values.dim() != 1:
@@ -248,14 +252,18 @@ def group_lengths(prompt_lengths, response_lengths) -> tuple[torch.Tensor, torch
     """Lengths of groups as the C library takes them: of prompts [G], numbers of responses [G], and lengths of
     all responses, group by group."""
     prompts = length_vector(prompt_lengths, "prompt_lengths")
-    responses = [length_vector(group, f"response_lengths[{g}]") for g, group in enumerate(response_lengths)]
+    responses = [int64_vector(group, f"response_lengths[{g}]") for g, group in enumerate(response_lengths)]
     if len(prompts) != len(responses):
         raise ValueError(
             "prompt_lengths and response_lengths must have as many groups, "
             f"got {len(prompts)} and {len(responses)}"
         )
     counts = int64_vector([len(group) for group in responses], "response_counts")
-    return prompts, counts, torch.cat(responses) if responses else counts
+    lengths = torch.cat(responses) if responses else counts
+    if len(lengths) > 0 and lengths.min() < 0:
+        for g, group in enumerate(responses):
+            length_vector(group, f"response_lengths[{g}]")  # raises
+    return prompts, counts, lengths
 
 
 def copy_int64(source: int | bytes | None, count: int) -> torch.Tensor:

@@ -71,10 +71,7 @@ def group_advantages(rewards, group_ids, *, scale: str = "group", eps: float = 1
 def _rewards(rewards) -> torch.Tensor:
     """Rewards as a tensor of real numbers; its shape is not checked."""
     try:
-        if isinstance(rewards, torch.Tensor) or not hasattr(rewards, "tolist"):
-            rewards = torch.as_tensor(rewards)
-        else:
-            rewards = array_tensor(rewards, "rewards")
+        rewards = array_tensor(rewards, "rewards") if hasattr(rewards, "tolist") else torch.as_tensor(rewards)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"rewards must be a list of numbers: {error}") from error
     if rewards.is_complex():

@@ -22,6 +22,7 @@ from ._tensors import (
     cast_for_autocast,
     dense_last_dim,
     number,
+    require_bool,
     require_dimensions,
     require_same_device,
     require_same_dtype,
@@ -95,8 +96,7 @@ def attention(
         raise TypeError(
             f"forest must be a dualkv.SegmentForest or a dualkv.DevicePlan, got {type(forest).__name__}"
         )
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be a bool, got {type(deterministic).__name__}")
+    require_bool(deterministic, "deterministic")
     require_dimensions(q, "q", "[T, H, D]")
     require_dimensions(k, "k", "[T, Hk, D]")
     require_dimensions(v, "v", "[T, Hk, D]")

@@ -32,8 +32,8 @@ class DevicePlan:
         q.copy_(..)                                    # rows past next_forest's may hold anything
         graph.replay()                                 # their results are 0
 
-    Keep it until the backward has been computed, and for as long as a graph that has captured it may be replayed. Streams other than the one of `load`
-    have to wait for that one, as for any tensor.
+    Keep it until the backward has been computed, and for as long as a graph that has captured it may be
+    replayed. Streams other than the one of `load` have to wait for that one, as for any tensor.
 
     Its image must stay where it is: a backward does not find the plan, and raises, if a hook has moved the
     saved tensors, as torch.autograd.graph.save_on_cpu does. Forests have no such limit.

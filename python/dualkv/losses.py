@@ -91,10 +91,7 @@ class Counts:
 
     def __post_init__(self):
         for name in ("tokens", "sequences"):
-            value = integer(getattr(self, name), name)
-            if value < 0:
-                raise ValueError(f"{name} must be >= 0, got {value}")
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, integer(getattr(self, name), name, least=0))
         if self.sequences > self.tokens:
             raise ValueError(
                 "sequences must be at most tokens, since each has one, "
@@ -270,8 +267,8 @@ class PolicyLoss:
             rollout_logprobs: [M], needed by rollout_correction; NaN where the engine has none: the weight is 1.
                 Without a correction they only give the metric "rollout_kl". With -inf the metric is -inf,
                 and the weight before its bounds exp(20).
-            mask: [M], 1 for tokens that count, else 0, of any type; None: all. What stands in other places does not matter,
-                be it NaN, and its gradient is 0.
+            mask: [M], 1 for tokens that count, else 0, of any type; None: all. What stands in other places
+                does not matter, be it NaN, and its gradient is 0.
 
         Returns:
             The loss, a scalar, and metrics: detached scalars that, like the loss, are to be added up over

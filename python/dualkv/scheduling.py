@@ -72,9 +72,7 @@ class CostModel:
             vocab=vocab,
         )
         for name, value in dimensions.items():
-            least = 0 if name == "vocab" else 1
-            if integer(value, name) < least:
-                raise ValueError(f"{name} must be >= {least}, got {value}")
+            integer(value, name, least=0 if name == "vocab" else 1)
         if heads % kv_heads != 0:
             raise ValueError(f"kv_heads must divide heads, got kv_heads {kv_heads} and heads {heads}")
         require_bool(backward, "backward")
@@ -92,9 +90,7 @@ class CostModel:
             ValueError: a length is negative.
             TypeError: a length is not an integer.
         """
-        prompt = integer(prompt_length, "prompt_length")
-        if prompt < 0:
-            raise ValueError(f"prompt_length must be >= 0, got {prompt}")
+        prompt = integer(prompt_length, "prompt_length", least=0)
         lengths = length_vector(response_lengths, "response_lengths").tolist()
         targets, pairs = sum(lengths), prompt * (prompt + 1) / 2
         for length in lengths:
