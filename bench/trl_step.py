@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import random
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -26,9 +27,11 @@ import transformers
 import trl
 from checkout import checked_out_commit
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dualkv.integrations.trl import GRPOTrainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from train_grpo_trl import NUMBERS, WORDS, make_tokenizer  # noqa: E402
 
 QWEN3_06B = {
     "hidden_size": 1024,
@@ -50,7 +53,6 @@ TINY = {
     "head_dim": 8,
     "vocab_size": 64,
 }
-WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(50))]
 
 
 class NobodySamples:
@@ -59,7 +61,8 @@ class NobodySamples:
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         drawn = random.Random(self._step)
         length = self.args.max_completion_length
-        return [[drawn.randrange(3, len(WORDS)) for _ in range(length)] for _ in prompt_ids], None
+        numbers = [WORDS.index(number) for number in NUMBERS]
+        return [drawn.choices(numbers, k=length) for _ in prompt_ids], None
 
 
 class Packed(NobodySamples, GRPOTrainer):
@@ -109,10 +112,8 @@ def make_trainer(kind: str, options, folder: str) -> trl.GRPOTrainer:
     sizes = transformers.Qwen3Config(
         **(TINY if options.tiny else QWEN3_06B), bos_token_id=None, eos_token_id=1, pad_token_id=0
     )
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     drawn = random.Random(0)
-    prompts = [" ".join(drawn.choices(WORDS[3:], k=options.prompt)) for _ in range(16 * options.prompts)]
+    prompts = [" ".join(drawn.choices(NUMBERS, k=options.prompt)) for _ in range(16 * options.prompts)]
     # Saved and loaded, since TRL loads the reference model from where the policy came from.
     transformers.Qwen3ForCausalLM(sizes).save_pretrained(f"{folder}/model")
     return TRAINERS[kind](
@@ -120,9 +121,7 @@ def make_trainer(kind: str, options, folder: str) -> trl.GRPOTrainer:
         reward_funcs=lambda completion_ids, **_: [float(ids[0] % 2) for ids in completion_ids],
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-        ),
+        processing_class=make_tokenizer(),
     )
 
 

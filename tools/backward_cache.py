@@ -21,15 +21,23 @@ CACHED_STEPS = 240  # 64 KB each: 15 MB. The model's traffic is then 0.6 to 1.6 
 ITEM_END = 2  # steps that an item takes besides its own
 
 
-def read_items(forest: dualkv.SegmentForest, kv_heads: int) -> list[tuple[list[int], int, int]]:
-    """Items in the order in which they are taken: first rows of the query tiles, KV head, and place in the band."""
+def read_tiles(forest: dualkv.SegmentForest, kv_heads: int) -> list[tuple[int, int, list[int]]]:
+    """Tiles in the order of the schedule: index of the band's first, first key, and first rows of the query tiles."""
     view = view_plan(forest, QUERY_TILE, KEY_TILE, backward_parts=-(-2 * MULTIPROCESSORS // kv_heads))
     bands = array(ctypes.c_int32, view.backward.num_tiles, view.band)
-    items = []
-    for t, (_, runs) in enumerate(tiles_and_runs(view.backward)):
-        rows = [piece.start for _, run in runs for piece in pieces(run, QUERY_TILE)]
-        items += [(rows, head, (t - bands[t]) * kv_heads + head) for head in range(kv_heads)]
-    return items
+    return [
+        (band, tile.begin, [piece.start for _, run in runs for piece in pieces(run, QUERY_TILE)])
+        for band, (tile, runs) in zip(bands, tiles_and_runs(view.backward))
+    ]
+
+
+def read_items(forest: dualkv.SegmentForest, kv_heads: int) -> list[tuple[list[int], int, int]]:
+    """Items in the order in which they are taken: first rows of the query tiles, KV head, and place in the band."""
+    return [
+        (rows, head, (t - band) * kv_heads + head)
+        for t, (band, _, rows) in enumerate(read_tiles(forest, kv_heads))
+        for head in range(kv_heads)
+    ]
 
 
 def steps_per_miss(

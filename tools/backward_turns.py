@@ -7,20 +7,17 @@ one step after it was added, and not before the next step's product.
 
 from __future__ import annotations
 
-import ctypes
 import heapq
 import random
 from collections import Counter
 
+from backward_cache import ITEM_END, read_tiles
 from draw_hopper_forward import MULTIPROCESSORS
-from plans import array, pieces, tiles_and_runs, view_plan
 
 import dualkv
 
-QUERY_TILE, KEY_TILE = 16, 128  # of four query heads to a KV head, at D 128
 TWO_WAVES = 256  # items that a band should have
 TAKE_AHEAD = 8  # steps before an item's end in which the next is taken
-ITEM_END = 2  # steps that an item takes besides its own
 ADDING, TURN_ENDS = 0.6, 1.0  # steps
 
 
@@ -28,12 +25,7 @@ def read_items(forest: dualkv.SegmentForest, kv_heads: int, heavy_first: bool) -
     """Items in the order in which they are taken: the KV head, and the rows of each step with their turns.
 
     heavy_first: the bands with the heaviest tiles come first, and waves go up and down by turns; else as it is."""
-    view = view_plan(forest, QUERY_TILE, KEY_TILE, backward_parts=-(-2 * MULTIPROCESSORS // kv_heads))
-    bands = array(ctypes.c_int32, view.backward.num_tiles, view.band)
-    tiles = [
-        (band, tile.begin, [piece.start for _, run in runs for piece in pieces(run, QUERY_TILE)])
-        for band, (tile, runs) in zip(bands, tiles_and_runs(view.backward))
-    ]
+    tiles = read_tiles(forest, kv_heads)
     if heavy_first:
         heaviest, first = {}, {}
         for band, begin, rows in tiles:
