@@ -99,7 +99,7 @@ def test_packed_training_is_within_the_noise_of_replicated_training(cpu_or_gpu):
     # noise, and 2.1 to 5.9 times with dq 10 % too small.
     for begin in range(0, STEPS, 10):
         steps = slice(begin, begin + 10)
-        assert difference[steps].mean() <= 2 * noise[steps].mean(), message
+        assert difference[steps].mean() <= 1.5 * noise[steps].mean(), message
 
 
 @pytest.mark.usefixtures("gpu")
